@@ -1,0 +1,17 @@
+"""Endless, deterministic tasks in three families, on which the tiny models are trained and scored."""
+
+from .prose import prose_passages
+from .suite import make_task, score, score_many, templates
+from .task import FAMILIES, SPLITS, Task, Template
+
+__all__ = [
+    "FAMILIES",
+    "SPLITS",
+    "Task",
+    "Template",
+    "make_task",
+    "prose_passages",
+    "score",
+    "score_many",
+    "templates",
+]

@@ -1,0 +1,231 @@
+"""The recipe of `recguide-tiny`: tokenizer, network, objective, schedule, checkpoints. `recguide train-tiny` runs it."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+from ..models.draft_adapter import DraftAdapterConfig, adapter_rows, add_draft_adapter
+from ..models.nemotron_labs_diffusion import NemotronLabsDiffusionConfig, NemotronLabsDiffusionModel
+from .batches import IGNORE, Batch, Shape, batches, documents
+from .muon import Muon
+from .tokenizer import END, MASK, PAD, corpus, train_tokenizer
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Every number of the training run. `steps * rows * (clean + blocks)` tokens go through the network."""
+
+    steps: int = 3200
+    seed: int = 0
+    shape: Shape = field(default_factory=Shape)
+    family_weights: dict[str, float] = field(default_factory=lambda: {"math": 0.45, "code": 0.27, "text": 0.28})
+    matrix_lr: float = 8e-3
+    other_lr: float = 5e-3
+    weight_decay: float = 0.05
+    warmup: int = 60
+    decay_from: float = 0.35
+    draft_weight: float = 0.5
+    adapter_rank: int = 16
+    adapter_alpha: float = 64.0
+    checkpoint_minutes: float = 4.0
+    evaluate_every: int = 100
+
+
+def network_config(tokenizer: PreTrainedTokenizerFast) -> NemotronLabsDiffusionConfig:
+    """4.3 M parameters in the release's shape: YaRN, query scaling, GQA, an untied head."""
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in (("pad", PAD), ("end", END), ("mask", MASK))}
+    return NemotronLabsDiffusionConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        pad_token_id=ids["pad"],
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=ids["end"],
+        mask_token_id=ids["mask"],
+        block_size=32,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    )
+
+
+def losses(model: nn.Module, batch: Batch, clean: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean AR loss of the answers' tokens, mean draft loss of the masked block tokens, and the draft's right guesses (bool)."""
+    with adapter_rows(batch.adapter):
+        hidden = model.model(  # type: ignore[operator]
+            input_ids=batch.input_ids, attention_mask=batch.visible, position_ids=batch.position_ids, use_cache=False
+        ).last_hidden_state
+    used = batch.labels != IGNORE
+    logits = model.lm_head(hidden[used]).float()  # type: ignore[operator]
+    labels = batch.labels[used]
+    in_blocks = (torch.arange(batch.labels.shape[1]) >= clean).expand(batch.labels.shape)[used]
+    ce = F.cross_entropy(logits, labels, reduction="none")
+    right = torch.zeros_like(used)
+    right[used] = logits.argmax(-1) == labels
+    return ce[~in_blocks].mean(), ce[in_blocks].mean(), right
+
+
+def learning_rate_factor(step: int, recipe: Recipe) -> float:
+    """Linear warm-up, a plateau, then a linear way down to a twentieth."""
+    if step < recipe.warmup:
+        return (step + 1) / recipe.warmup
+    start = recipe.decay_from * recipe.steps
+    if step < start:
+        return 1.0
+    return max(0.05, 1 - 0.95 * (step - start) / max(1.0, recipe.steps - start))
+
+
+def optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for embeddings, head, norms and adapter."""
+    matrices, others = [], []
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim == 2 and ".layers." in name and "draft_adapter" not in name
+        (matrices if is_matrix else others).append(parameter)
+    return [
+        Muon(matrices, lr=recipe.matrix_lr, weight_decay=recipe.weight_decay),
+        torch.optim.AdamW(others, lr=recipe.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, held_out: list[Batch], clean: int) -> dict[str, float]:
+    """Teacher-forced figures on the test split: losses, AR accuracy of answer tokens, mean leading run of right draft guesses."""
+    model.eval()
+    ar, draft, ar_right, runs = [], [], [], []
+    for batch in held_out:
+        ar_loss, draft_loss, right = losses(model, batch, clean)
+        ar.append(float(ar_loss))
+        draft.append(float(draft_loss))
+        labelled = batch.labels != IGNORE
+        ar_right.append(right[:, :clean][labelled[:, :clean]].float().mean().item())
+        runs.extend(_leading_runs(batch, right, clean))
+    model.train()
+    mean = sum(runs) / max(1, len(runs))
+    return {"ar_loss": sum(ar) / len(ar), "draft_loss": sum(draft) / len(draft), "ar_accuracy": sum(ar_right) / len(ar_right), "accepted_run": mean}
+
+
+def _leading_runs(batch: Batch, right: Tensor, clean: int) -> Iterator[float]:
+    """Right guesses before the first wrong one, for each whole block of 16 with a clean seed that lies inside its document."""
+    for row in range(batch.labels.shape[0]):
+        for start in range(clean, batch.labels.shape[1], 16):
+            labels = batch.labels[row, start : start + 16]
+            if bool((labels[1:] != IGNORE).all()) and labels[0] == IGNORE:
+                yield float(right[row, start + 1 : start + 16].long().cumprod(0).sum())
+
+
+def held_out_batches(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, count: int = 4) -> list[Batch]:
+    stream = documents(tokenizer, recipe.family_weights, "test", seed=1)
+    source = batches(stream, recipe.shape, tokenizer.mask_token_id, tokenizer.pad_token_id, seed=1, block_sizes=(16,))
+    return [next(source) for _ in range(count)]
+
+
+def train(recipe: Recipe, output: Path, threads: int | None = None) -> None:
+    """
+    Train, or go on from the last checkpoint in `output`; writes `output/model` (bf16, released layout) at the end.
+
+    Args:
+        recipe (`Recipe`): the numbers; saved beside the checkpoint, and a resumed run must use the same.
+        output (`Path`): directory for `tokenizer/`, `checkpoint.pt`, `history.jsonl` and `model/`.
+        threads (`int`, *optional*): torch threads.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    output.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(recipe.seed)
+    if not (output / "tokenizer").exists():
+        train_tokenizer(corpus(4000)).save_pretrained(output / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(output / "tokenizer")
+
+    model = NemotronLabsDiffusionModel(network_config(tokenizer))
+    add_draft_adapter(model, DraftAdapterConfig(recipe.adapter_rank, recipe.adapter_alpha, ("o_proj",)))
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    optims = optimizers(model, recipe)
+    model, *optims = accelerator.prepare(model, *optims)
+    base_lrs = [[group["lr"] for group in optim.param_groups] for optim in optims]
+
+    step = _resume(output, recipe, accelerator.unwrap_model(model), optims)
+    stream = documents(tokenizer, recipe.family_weights, "train", seed=recipe.seed + 1000 * step)
+    source = batches(stream, recipe.shape, tokenizer.mask_token_id, tokenizer.pad_token_id, seed=recipe.seed + 1000 * step)
+    held_out = held_out_batches(tokenizer, recipe)
+    saved_at = time.monotonic()
+    model.train()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        bar = progress.add_task("train-tiny", total=recipe.steps, completed=step)
+        while step < recipe.steps:
+            factor = learning_rate_factor(step, recipe)
+            for optim, lrs in zip(optims, base_lrs, strict=True):
+                for group, lr in zip(optim.param_groups, lrs, strict=True):
+                    group["lr"] = lr * factor
+            ar_loss, draft_loss, _ = losses(model, next(source), recipe.shape.clean)
+            accelerator.backward(ar_loss + recipe.draft_weight * draft_loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+            step += 1
+            record = {"step": step, "train_ar_loss": ar_loss.item(), "train_draft_loss": draft_loss.item(), "lr_factor": factor}
+            if not math.isfinite(record["train_ar_loss"]):
+                raise RuntimeError(f"The loss is not finite at step {step}; lower matrix_lr and resume from the last checkpoint.")
+            if step % recipe.evaluate_every == 0 or step == recipe.steps:
+                record |= evaluate(model, held_out, recipe.shape.clean)
+            with (output / "history.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            progress.update(bar, completed=step, description=f"AR {record['train_ar_loss']:.3f} draft {record['train_draft_loss']:.3f}")
+            if time.monotonic() - saved_at > 60 * recipe.checkpoint_minutes or step == recipe.steps:
+                _save(output, recipe, step, accelerator.unwrap_model(model), optims)
+                saved_at = time.monotonic()
+    export(accelerator.unwrap_model(model), tokenizer, output / "model")
+
+
+def export(model: NemotronLabsDiffusionModel, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Write the package's model directory: bf16 safetensors under the released key names, adapter, tokenizer."""
+    model = model.to(torch.bfloat16).eval()
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _save(output: Path, recipe: Recipe, step: int, model: nn.Module, optims: list[torch.optim.Optimizer]) -> None:
+    state = {"step": step, "recipe": json.dumps(asdict(recipe)), "model": model.state_dict(), "optims": [o.state_dict() for o in optims]}
+    partial = output / "checkpoint.partial"
+    torch.save(state, partial)
+    partial.replace(output / "checkpoint.pt")
+
+
+def _resume(output: Path, recipe: Recipe, model: nn.Module, optims: list[torch.optim.Optimizer]) -> int:
+    path = output / "checkpoint.pt"
+    if not path.exists():
+        return 0
+    state = torch.load(path, weights_only=True)
+    if state["recipe"] != json.dumps(asdict(recipe)):
+        raise ValueError(f"{path} was made by another recipe: {state['recipe']}; expected {json.dumps(asdict(recipe))}. Use another --output.")
+    model.load_state_dict(state["model"])
+    for optim, saved in zip(optims, state["optims"], strict=True):
+        optim.load_state_dict(saved)
+    return int(state["step"])
