@@ -1,0 +1,1 @@
+"""Optimised kernels, added here by attention backends; each is compared with its plain torch twin."""

@@ -1,0 +1,174 @@
+"""What the loop needs from a model: packed forwards, and how the family drafts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .attention import AttentionBackend
+from .dense_kv import KVCache
+from .errors import CheckpointError, UnsupportedError
+from .models.draft_adapter import adapter_rows
+from .segments import Plan, Segment, pack
+
+_MASK_4D = torch.ones((1, 1, 1, 1), dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """
+    How a model family drafts with its own backbone.
+
+    Args:
+        filler_token_id (`int`): stands in the undrafted places of a block (MASK; another family may use noise).
+        excluded_token_ids (`tuple[int]`): never predicted, neither drafted nor verified.
+        adapter_on_seed (`bool`): the draft adapter is on for the block's first token too.
+        shifted (`bool`): the logits at i predict the token at i + 1 (as in causal mode), not the one at i.
+    """
+
+    filler_token_id: int
+    excluded_token_ids: tuple[int, ...] = ()
+    adapter_on_seed: bool = True
+    shifted: bool = False
+
+
+def _nld(model: PreTrainedModel) -> Drafter:
+    mask = model.config.mask_token_id
+    if not 0 <= mask < model.config.vocab_size:
+        raise CheckpointError(
+            f"mask_token_id={mask} is not a token of the vocabulary (0 … {model.config.vocab_size - 1}); "
+            "drafting needs it. The released NLD configs say 100: set config.mask_token_id."
+        )
+    return Drafter(filler_token_id=mask, excluded_token_ids=(mask,))
+
+
+FAMILIES: dict[str, Callable[[PreTrainedModel], Drafter]] = {"nemotron_labs_diffusion": _nld}
+"""Drafters by `config.model_type`."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """
+    A forward's results on the host, one entry an output row.
+
+    `best[i]` are the likeliest tokens in order, `probabilities[i]` the top two's; excluded tokens take no part in either.
+    `logits` stay on the device: `[N, V]`, with excluded tokens at minus infinity.
+    """
+
+    best: list[list[int]]
+    probabilities: list[tuple[float, float]]
+    logits: Tensor
+    seconds: float
+
+
+class ModelAdapter:
+    """
+    A model, its drafter and an attention backend as one thing that runs packed forwards.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): a decoder whose attention goes through transformers' attention interface.
+        backend (`AttentionBackend`): computes the segments.
+        drafter (`Drafter`, *optional*): how it drafts; by default the family's. A family that cannot draft decodes with
+            blocks of 1.
+    """
+
+    def __init__(self, model: PreTrainedModel, backend: AttentionBackend, drafter: Drafter | None = None) -> None:
+        self.model = model
+        self.backend = backend
+        config = model.config.get_text_config()
+        known = FAMILIES.get(config.model_type)
+        self._drafter = drafter or (known(model) if known else None)
+        self._excluded = list(self._drafter.excluded_token_ids) if self._drafter else []
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device  # type: ignore[return-value, union-attr]
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter; raises [`UnsupportedError`] for a model that has none."""
+        if self._drafter is None:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} (model_type={self.model.config.model_type!r}) has no drafter: it can only decode with "
+                f"strategy='ar'. Families that draft: {', '.join(FAMILIES)}."
+            )
+        return self._drafter
+
+    def causal(self, tokens: list[int], position: int, outputs: tuple[int, int | None] = (0, None)) -> Segment:
+        """A segment of committed or drafted tokens, as in plain decoding."""
+        return Segment(tokens, position, outputs=outputs)
+
+    def block(self, tokens: Sequence[int | None], position: int, hypothesis: int = 0) -> Segment:
+        """
+        A segment that drafts a block.
+
+        Args:
+            tokens (`Sequence[int | None]`): the block's tokens that are known; `None` where one is to be drafted.
+            position (`int`): absolute position of the block's first token.
+            hypothesis (`int`): tokens of the verified segment that it supposes committed.
+
+        Returns:
+            `Segment`: its outputs are the block's second to last tokens, and the first one too where that is `None`.
+        """
+        drafter = self.drafter
+        known_first = tokens[0] is not None
+        if drafter.shifted and not known_first:
+            raise UnsupportedError("A drafter with shifted logits cannot predict a block's first token.")
+        filled = [drafter.filler_token_id if token is None else token for token in tokens]
+        outputs = (0, len(tokens) - 1) if drafter.shifted else (1 if known_first else 0, None)
+        return Segment(filled, position, bidirectional=True, adapter=True, hypothesis=hypothesis, outputs=outputs)
+
+    def forward(self, rows: Sequence[Sequence[Segment]], kv: KVCache, best: int = 1) -> tuple[Plan, Predictions]:
+        """
+        One packed forward.
+
+        Args:
+            rows (sequence of sequences of `Segment`): the segments of every batch row of `kv`, the verified one first.
+            kv (`KVCache`): read, and written behind each row's prefix; commit afterwards.
+            best (`int`): how many of the likeliest tokens are wanted a row.
+
+        Returns:
+            `(Plan, Predictions)`: one device-to-host transfer in all.
+        """
+        plan = pack(rows, kv.lengths, self.device)
+        adapter = plan.adapter
+        if adapter is not None and not self.drafter.adapter_on_seed:
+            adapter = adapter & (plan.input_ids == self.drafter.filler_token_id)
+        start = time.perf_counter()
+        with torch.no_grad(), adapter_rows(adapter):
+            logits = self.model(
+                input_ids=plan.input_ids[None],
+                position_ids=plan.position_ids[None],
+                # A mask of four dimensions is passed on as it is, so that the model builds none of its own.
+                attention_mask=_MASK_4D,
+                use_cache=False,
+                logits_to_keep=0 if plan.output_rows is None else plan.output_rows,
+                recguide_attention=self.backend.plan(plan, kv),
+            ).logits[0]
+        if self._excluded:
+            logits[:, self._excluded] = float("-inf")
+        k = max(2, best)
+        scores = logits.float()
+        top, ids = scores.topk(k, dim=-1)
+        probabilities = (top[:, :2] - scores.logsumexp(-1, keepdim=True)).exp()
+        # Among equal logits, argmax takes the first as plain generate does; topk takes any.
+        first = scores.argmax(-1, keepdim=True)
+        table = torch.cat((first.double(), ids.double(), probabilities.double()), dim=1).tolist()
+        seconds = time.perf_counter() - start
+        predictions = Predictions(
+            best=[_ranked(line[: k + 1]) for line in table],
+            probabilities=[(line[k + 1], line[k + 2]) for line in table],
+            logits=logits,
+            seconds=seconds,
+        )
+        return plan, predictions
+
+
+def _ranked(ids: list[float]) -> list[int]:
+    first, rest = int(ids[0]), ids[1:]
+    return [first] + [int(token) for token in rest if token != first][: len(rest) - 1]

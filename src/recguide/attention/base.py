@@ -1,0 +1,109 @@
+"""The contract of attention backends, and their way into a Hugging Face model without touching its code.
+
+A backend plans once a forward and runs once a layer. The plan reaches the layers as a keyword argument of the model's
+forward. While a backend is installed, a forward without a plan runs the model's own attention, so other threads
+that use the model as usual are not disturbed.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+from ..dense_kv import KVCache
+from ..segments import Plan
+
+PREFIX = "recguide:"
+_lock = threading.Lock()
+_users: dict[int, int] = {}
+
+
+class PlannedAttention(Protocol):
+    """One forward's attention over segments, planned."""
+
+    def run(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """
+        Attend in one layer, after storing its keys and values.
+
+        Args:
+            layer (`int`): layer index.
+            query (`torch.Tensor`): `[H, T, D]`, rotated.
+            keys, values (`torch.Tensor`): `[G, T, D]`, not repeated for GQA.
+            scaling (`float`): factor of the scores.
+
+        Returns:
+            `torch.Tensor`: `[T, H, D]`.
+        """
+
+
+class AttentionBackend(Protocol):
+    """Computes segments with two visible intervals over a cached prefix."""
+
+    name: str
+
+    def plan(self, plan: Plan, kv: KVCache) -> PlannedAttention:
+        """Prepare a forward: masks, work items, indices; everything that does not depend on the layer."""
+
+
+def _attend(own: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The function that a layer calls: the planned attention if the forward carries one, else the model's own."""
+
+    def attend(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        recguide_attention: PlannedAttention | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if recguide_attention is None:
+            assert own is not None
+            return own(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+        factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return recguide_attention.run(module.layer_idx, query[0], key[0], value[0], factor)[None], None
+
+    return attend
+
+
+@contextmanager
+def installed(model: PreTrainedModel) -> Iterator[None]:
+    """
+    While inside, forwards of `model` that carry `recguide_attention=` use it; the model's setting is put back at the end.
+
+    May be entered by several threads for the same model.
+    """
+    config = model.config.get_text_config()
+    with _lock:
+        if not _users.get(id(config)):
+            own = config._attn_implementation
+            _register(own, model)
+            config._attn_implementation = PREFIX + own
+        _users[id(config)] = _users.get(id(config), 0) + 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users[id(config)] -= 1
+            if not _users[id(config)]:
+                del _users[id(config)]
+                config._attn_implementation = config._attn_implementation.removeprefix(PREFIX)
+
+
+def _register(own: str, model: PreTrainedModel) -> None:
+    if own == "eager":
+        # Eager attention is a function beside the model's classes, not an entry of the table.
+        modules = (sys.modules[cls.__module__] for cls in type(model).__mro__)
+        function = next((m.eager_attention_forward for m in modules if hasattr(m, "eager_attention_forward")), None)
+    else:
+        function = AttentionInterface._global_mapping[own]
+    AttentionInterface.register(PREFIX + own, _attend(function))
+    AttentionMaskInterface.register(PREFIX + own, ALL_MASK_ATTENTION_FUNCTIONS[own])

@@ -1,0 +1,72 @@
+"""The knobs, each declared and validated here once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .errors import ConfigError
+
+STRATEGIES = ("ar", "linear", "quadratic", "recguide")
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class RecGuideConfig:
+    """
+    How a block is drafted and which branches ride along with its verification.
+
+    Args:
+        strategy (`str`, defaults to `"recguide"`):
+            `"ar"` (plain decoding: blocks of 1), `"linear"` (LinearSS: draft, then verify), `"quadratic"` (TiDAR's layout:
+            a next draft for every place where acceptance may stop) or `"recguide"` (the paper's overlap).
+        block_size (`int`, defaults to 16): tokens verified a round, the seed included. One of 1, 2, 4, 8, 16, 32, 64.
+        delta (`float`, defaults to 0.5): a drafted position is risky if its margin `p1 - p2` is below it (strictly). 0 … 1.
+        max_corrections (`int`, defaults to 2): correction branches at the earliest risky positions. 0 … 2.
+        continuation (`bool`, defaults to `True`): build the branch for full acceptance where at most two positions are risky.
+        reuse (`bool`, defaults to `True`):
+            A hit branch's draft is verified with branches again (recursive overlap). `False`: the round after a hit
+            carries none, as a measure of what the recursion is worth.
+        exclude_eos_replacement (`bool`, defaults to `True`): never correct to an end-of-sequence token.
+        draft_threshold (`float`, defaults to 0.0):
+            Above 0, `linear` drafts in several forwards: each keeps the guesses at least this probable, and the earliest open
+            one in any case, so that every forward settles a position. 0 … 1.
+    """
+
+    strategy: str = "recguide"
+    block_size: int = 16
+    delta: float = 0.5
+    max_corrections: int = 2
+    continuation: bool = True
+    reuse: bool = True
+    exclude_eos_replacement: bool = True
+    draft_threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        _choice("strategy", self.strategy, STRATEGIES)
+        _choice("block_size", self.block_size, BLOCK_SIZES)
+        _choice("max_corrections", self.max_corrections, (0, 1, 2))
+        for name in ("delta", "draft_threshold"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise ConfigError(f"{name} must be a number from 0 to 1; got {value!r}.")
+        for name in ("continuation", "reuse", "exclude_eos_replacement"):
+            _choice(name, getattr(self, name), (True, False))
+        if self.draft_threshold > 0 and self.strategy != "linear":
+            raise ConfigError(
+                f"draft_threshold={self.draft_threshold} goes with strategy='linear' only; got strategy={self.strategy!r}. "
+                "Branches draft in one forward."
+            )
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> RecGuideConfig:
+        """A config from keyword options; an unknown one raises [`ConfigError`] with the list of those known."""
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(options) - set(known)):
+            raise ConfigError(f"Unknown recguide option(s): {', '.join(unknown)}. Known: {', '.join(known)}.")
+        return cls(**options)
+
+
+def _choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if not any(value == choice and type(value) is type(choice) for choice in choices):
+        raise ConfigError(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}.")

@@ -1,0 +1,104 @@
+"""A small contiguous KV cache: one stretch a batch row. The paged pool of the engine offers the same calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .segments import Plan
+
+GROWTH = 256
+
+
+class KVCache(Protocol):
+    """
+    What the round and the attention backends need of a KV cache, dense or paged.
+
+    A forward writes its K/V behind each row's prefix in the order of its packed tokens. The verified (or prefilled)
+    segment comes first, so committing n tokens keeps the first n of what was written and forgets the rest.
+    """
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Cached tokens of each batch row."""
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Store a forward's `keys`, `values` `[G, T, D]`; returns all keys and values to attend to, `[R, G, K, D]`."""
+
+    def commit(self, row: int, tokens: int) -> None:
+        """Keep the first `tokens` of what the last forward wrote for `row`."""
+
+
+class DenseKV:
+    """
+    A [`KVCache`] with one stretch of memory a layer, `[R, G, capacity, D]`, grown as needed.
+
+    Args:
+        rows (`int`): batch rows.
+        capacity (`int`): tokens that a row is expected to need.
+    """
+
+    def __init__(self, rows: int, capacity: int = GROWTH) -> None:
+        self._lengths = [0] * rows
+        self._capacity = capacity
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._slots: tuple[Plan, Tensor, Tensor] | None = None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(self._lengths)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        end = max(p + plan.tokens_of(r) for r, p in enumerate(plan.prefix))
+        self._make_room(layer, end, keys)
+        stored_keys, stored_values = self._keys[layer], self._values[layer]
+        if len(self._lengths) == 1:
+            stored_keys[0, :, plan.prefix[0] : end] = keys
+            stored_values[0, :, plan.prefix[0] : end] = values
+        else:
+            row, slot = self._places(plan, keys.device)
+            stored_keys[row, :, slot] = keys.transpose(0, 1)
+            stored_values[row, :, slot] = values.transpose(0, 1)
+        return stored_keys[:, :, :end], stored_values[:, :, :end]
+
+    def commit(self, row: int, tokens: int) -> None:
+        self._lengths[row] += tokens
+
+    def read(self, row: int) -> list[tuple[Tensor, Tensor]]:
+        """A row's committed keys and values, `[G, length, D]` for each layer (views)."""
+        length = self._lengths[row]
+        return [(k[row, :, :length], v[row, :, :length]) for k, v in zip(self._keys, self._values, strict=True)]
+
+    def load(self, row: int, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Take over keys and values `[G, length, D]` computed elsewhere as an empty row's prefix."""
+        assert self._lengths[row] == 0, "only an empty row can take over a prefix"
+        for layer, (keys, values) in enumerate(layers):
+            self._make_room(layer, keys.shape[1], keys)
+            self._keys[layer][row, :, : keys.shape[1]] = keys
+            self._values[layer][row, :, : keys.shape[1]] = values
+        self._lengths[row] = layers[0][0].shape[1]
+
+    def _places(self, plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Row and slot of each packed token, made once a forward."""
+        if self._slots is None or self._slots[0] is not plan:
+            rows = [r for r in range(len(plan.prefix)) for _ in range(plan.tokens_of(r))]
+            slots = [plan.prefix[r] + i for r in range(len(plan.prefix)) for i in range(plan.tokens_of(r))]
+            self._slots = (plan, torch.tensor(rows, device=device), torch.tensor(slots, device=device))
+        return self._slots[1:]
+
+    def _make_room(self, layer: int, end: int, like: Tensor) -> None:
+        if layer == len(self._keys):
+            self._capacity = max(self._capacity, end)
+            shape = (len(self._lengths), like.shape[0], self._capacity, like.shape[2])
+            # Zeros, not empty: a masked key times its zero weight must not be NaN.
+            self._keys.append(like.new_zeros(shape))
+            self._values.append(like.new_zeros(shape))
+        elif (missing := end - self._keys[layer].shape[2]) > 0:
+            rows, heads, _, size = self._keys[layer].shape
+            more = like.new_zeros((rows, heads, missing + GROWTH, size))
+            self._keys[layer] = torch.cat((self._keys[layer], more), dim=2)
+            self._values[layer] = torch.cat((self._values[layer], more), dim=2)

@@ -1,0 +1,109 @@
+"""From prompts to results: prefill, then rounds until every request is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from .adapter import ModelAdapter
+from .attention import installed
+from .branching import branching_rule
+from .config import RecGuideConfig
+from .dense_kv import DenseKV
+from .errors import InputError
+from .hooks import Hook, Hooks
+from .policy import FixedBlock
+from .rounds import Method, Request, prefill, run_round
+from .structs import FinishRecord
+
+
+@dataclass(frozen=True)
+class Result:
+    """
+    What a batch of requests came to.
+
+    Args:
+        requests (`tuple[Request]`): in the order given; `tokens` holds prompt and output, `finished` the reason.
+        kv (`DenseKV`): the K/V of all committed tokens but each row's newest.
+    """
+
+    requests: tuple[Request, ...]
+    kv: DenseKV = field(repr=False)
+
+
+def method_of(config: RecGuideConfig, eos: frozenset[int]) -> Method:
+    """The config's strategy as block policy and branching rule."""
+    size = 1 if config.strategy == "ar" else config.block_size
+    return Method(
+        policy=FixedBlock(size),
+        branching=branching_rule(config, eos),
+        draft_threshold=config.draft_threshold,
+        candidates=2 + (len(eos) if config.exclude_eos_replacement else 0),
+    )
+
+
+def generate(
+    requests: Sequence[Request],
+    adapter: ModelAdapter,
+    config: RecGuideConfig,
+    eos: frozenset[int] = frozenset(),
+    hooks: Sequence[Hook] = (),
+    kv: DenseKV | None = None,
+    after_round: Callable[[], None] = lambda: None,
+) -> Result:
+    """
+    Decode a batch of requests to their ends.
+
+    Args:
+        requests (`Sequence[Request]`): prompts with their rules; their tokens grow in place.
+        adapter (`ModelAdapter`): the model.
+        config (`RecGuideConfig`): the strategy and its options.
+        eos (`frozenset[int]`): end-of-sequence tokens, for the branching rule; stopping is each request's own rule.
+        hooks (`Sequence[Hook]`): observers; see `hooks.py` for order and exceptions.
+        kv (`DenseKV`, *optional*): a cache that already holds a prefix of each prompt.
+        after_round (callable, *optional*): called after the prefill and after each round; may end requests.
+
+    Raises:
+        InputError: a prompt is empty, or longer than the model's context.
+    """
+    _check_prompts(requests, adapter)
+    method = method_of(config, eos)
+    if config.strategy != "ar":
+        adapter.drafter  # noqa: B018 - a model that cannot draft is refused before any work
+    observers = Hooks(hooks)
+    kv = kv or DenseKV(len(requests), _capacity(requests, config))
+    started: list[Request] = []
+    try:
+        with installed(adapter.model):
+            started = list(requests)
+            prefill(requests, adapter, kv, observers)
+            after_round()
+            while any(request.finished is None for request in requests):
+                run_round(requests, adapter, kv, method, observers)
+                after_round()
+    except BaseException:
+        for request in requests:
+            request.finished = request.finished or "error"
+        raise
+    finally:
+        for request in started:
+            new = len(request.tokens) - request.prompt_tokens
+            observers.on_finish(FinishRecord(request.id, request.finished or "error", request.prompt_tokens, new))
+    return Result(tuple(requests), kv)
+
+
+def _capacity(requests: Sequence[Request], config: RecGuideConfig) -> int:
+    """Room for each prompt, a bounded guess of its output, and one fused round; the cache grows beyond it."""
+    longest = max(len(request.tokens) + min(request.max_new_tokens, 1024) for request in requests)
+    return longest + 4 * config.block_size
+
+
+def _check_prompts(requests: Sequence[Request], adapter: ModelAdapter) -> None:
+    context = getattr(adapter.model.config.get_text_config(), "max_position_embeddings", None)
+    for row, request in enumerate(requests):
+        if not request.tokens:
+            raise InputError(f"Row {row} of the batch is an empty prompt; expected at least one token. Give it a BOS token.")
+        if context is not None and len(request.tokens) > context:
+            raise InputError(
+                f"Row {row}'s prompt has {len(request.tokens)} tokens; the model's context is {context}. Shorten the prompt."
+            )

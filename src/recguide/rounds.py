@@ -1,0 +1,220 @@
+"""One round, for a batch of requests of any size: draft, choose branches, verify, accept, commit.
+
+A round costs a request two forwards, draft and verify, or one where a branch of the round before had guessed right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .acceptance import hit_branch, name_outcome
+from .adapter import ModelAdapter, Predictions
+from .branching import NOTHING, BranchingRule
+from .dense_kv import KVCache
+from .hooks import Hook
+from .policy import BlockPolicy
+from .structs import (
+    Branch,
+    BranchChoice,
+    BranchKind,
+    BranchRecord,
+    Draft,
+    DraftSource,
+    ForwardRecord,
+    Guess,
+    RoundRecord,
+)
+
+TokenChoice = Callable[[list[int], Tensor], int]
+"""`(tokens so far, logits [V]) -> token`: called once for each committed position, on its true prefix."""
+StopRule = Callable[[list[int]], "str | None"]
+"""`(tokens so far, the newest last) -> reason to stop, or None`: called once for each committed token."""
+
+
+@dataclass
+class Request:
+    """A request under way: its tokens, its rules, and the draft that a branch has prepared for its next round."""
+
+    id: int
+    tokens: list[int]
+    max_new_tokens: int
+    stop: StopRule
+    choose: TokenChoice | None = None
+    """None: the likeliest token."""
+    prompt_tokens: int = 0
+    rounds: int = 0
+    draft: Draft = field(default_factory=Draft)
+    finished: str | None = None
+    """Why it ended; None while it runs."""
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.tokens)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that it may still commit."""
+        return self.max_new_tokens - (len(self.tokens) - self.prompt_tokens)
+
+    def commit(self, best: int, logits: Tensor) -> int:
+        """Commit one token, chosen from its logits on the true prefix, and see whether the request ends with it."""
+        token = best if self.choose is None else self.choose(self.tokens, logits)
+        self.tokens.append(token)
+        self.finished = self.stop(self.tokens) or ("length" if self.remaining <= 0 else None)
+        return token
+
+
+@dataclass(frozen=True)
+class Method:
+    """How rounds are run: block sizes, branches, and the draft threshold of `linear`."""
+
+    policy: BlockPolicy
+    branching: BranchingRule
+    draft_threshold: float = 0.0
+    candidates: int = 2
+    """Likeliest tokens asked of the drafter for each position; the replacement comes from those after the first."""
+
+
+def prefill(batch: Sequence[Request], adapter: ModelAdapter, kv: KVCache, hooks: Hook) -> None:
+    """Put all prompts into the cache and commit each request's first token, its first seed."""
+    rows = [
+        [adapter.causal(request.tokens[cached:], cached, outputs=(-1, None))]
+        for request, cached in zip(batch, kv.lengths, strict=True)
+    ]
+    plan, predictions = adapter.forward(rows, kv)
+    hooks.on_prefill(_forward_record("prefill", batch, plan.query_tokens, predictions))
+    for row, request in enumerate(batch):
+        kv.commit(row, plan.tokens_of(row))
+        request.commit(predictions.best[row][0], predictions.logits[row])
+
+
+def run_round(batch: Sequence[Request], adapter: ModelAdapter, kv: KVCache, method: Method, hooks: Hook) -> None:
+    """Run one round for every unfinished request of `batch`; `batch[r]` owns row r of the cache."""
+    live = [row for row, request in enumerate(batch) if request.finished is None]
+    sizes = {row: min(method.policy.block_size(batch[row].id), batch[row].remaining) for row in live}
+    drafts = {row: batch[row].draft.cut(sizes[row]) for row in live}
+    undrafted = [row for row in live if sizes[row] > 1 and not drafts[row].guesses]
+    drafts |= draft_blocks(batch, undrafted, sizes, adapter, kv, method, hooks)
+
+    choices = {row: method.branching.choose(drafts[row], batch[row].remaining) for row in live}
+    rows = [
+        _verify_segments(request, drafts[row], choices[row], adapter) if row in choices else []
+        for row, request in enumerate(batch)
+    ]
+    plan, predictions = adapter.forward(rows, kv, method.candidates)
+    fused = any(choice.branches for choice in choices.values())
+    hooks.on_verify(_forward_record("fused" if fused else "verify", [batch[r] for r in live], plan.query_tokens, predictions))
+
+    for row in live:
+        record = _accept(batch[row], drafts[row], choices[row], plan.outputs[row], plan.tokens_of(row), predictions)
+        kv.commit(row, len(record.committed))
+        hooks.on_commit(record)
+
+
+def draft_blocks(
+    batch: Sequence[Request],
+    rows: list[int],
+    sizes: dict[int, int],
+    adapter: ModelAdapter,
+    kv: KVCache,
+    method: Method,
+    hooks: Hook,
+) -> dict[int, Draft]:
+    """
+    Draft the next block of the given rows: in one forward, or under a threshold in as many as it takes.
+
+    Each forward settles at least the earliest open position, so that B - 1 of them suffice whatever the threshold.
+    """
+    settled: dict[int, dict[int, Guess]] = {row: {} for row in rows}
+    while rows:
+        segments = [[] for _ in batch]  # type: ignore[var-annotated]
+        for row in rows:
+            known = [settled[row][i].token if i in settled[row] else None for i in range(1, sizes[row])]
+            segments[row] = [adapter.block([batch[row].tokens[-1], *known], len(batch[row].tokens) - 1)]
+        plan, predictions = adapter.forward(segments, kv, method.candidates)
+        hooks.on_draft(_forward_record("draft", [batch[r] for r in rows], plan.query_tokens, predictions))
+        for row in rows:
+            guesses = _guesses(predictions, *plan.outputs[row][0])
+            unsettled = [i for i in range(1, sizes[row]) if i not in settled[row]]
+            for i in unsettled:
+                if i == unsettled[0] or guesses[i - 1].probability >= method.draft_threshold:
+                    settled[row][i] = guesses[i - 1]
+        rows = [row for row in rows if len(settled[row]) < sizes[row] - 1]
+    return {
+        row: Draft(tuple(guess for _, guess in sorted(by_position.items())), DraftSource.FORWARD)
+        for row, by_position in settled.items()
+    }
+
+
+def _verify_segments(request: Request, draft: Draft, choice: BranchChoice, adapter: ModelAdapter) -> list:  # type: ignore[type-arg]
+    position = len(request.tokens) - 1
+    verified = adapter.causal([request.tokens[-1], *draft.tokens], position)
+    open_places = {branch: [None] * (branch.block_size - 1) for branch in choice.branches}
+    return [verified] + [
+        adapter.block([branch.replacement, *open_places[branch]], position + branch.depth, branch.depth)
+        for branch in choice.branches
+    ]
+
+
+def _accept(
+    request: Request,
+    draft: Draft,
+    choice: BranchChoice,
+    outputs: Sequence[tuple[int, int]],
+    query_tokens: int,
+    predictions: Predictions,
+) -> RoundRecord:
+    """Commit drafted tokens while the verifier agrees, then its own next one; find the branch that supposed just this."""
+    position, seed = len(request.tokens) - 1, request.tokens[-1]
+    drafted, committed = draft.tokens, []
+    accepted = 0
+    for i in range(*outputs[0]):
+        committed.append(request.commit(predictions.best[i][0], predictions.logits[i]))
+        agrees = accepted < len(drafted) and committed[-1] == drafted[accepted]
+        accepted += agrees
+        if request.finished or not agrees:
+            break
+    branches = tuple(
+        _branch_record(branch, predictions, *span) for branch, span in zip(choice.branches, outputs[1:], strict=True)
+    )
+    stopped = request.finished is not None
+    hit = None if stopped else hit_branch(branches, len(committed), committed[-1])
+    request.draft = branches[hit].draft if hit is not None else Draft()
+    request.rounds += 1
+    return RoundRecord(
+        request=request.id,
+        index=request.rounds - 1,
+        position=position,
+        seed=seed,
+        draft=draft,
+        branches=branches,
+        risky=choice.risky,
+        accepted=accepted,
+        committed=tuple(committed),
+        outcome=name_outcome(choice, len(drafted) + 1, accepted, hit, stopped),
+        hit=hit,
+        query_tokens=query_tokens,
+    )
+
+
+def _branch_record(branch: Branch, predictions: Predictions, start: int, end: int) -> BranchRecord:
+    guesses = _guesses(predictions, start, end)
+    if branch.replacement is not None:
+        return BranchRecord(branch, branch.replacement, Draft(guesses, DraftSource.BRANCH))
+    return BranchRecord(branch, guesses[0].token, Draft(guesses[1:], DraftSource.BRANCH))
+
+
+def _guesses(predictions: Predictions, start: int, end: int) -> tuple[Guess, ...]:
+    return tuple(
+        Guess(best[0], tuple(best[1:]), *probabilities)
+        for best, probabilities in zip(predictions.best[start:end], predictions.probabilities[start:end], strict=True)
+    )
+
+
+def _forward_record(kind: str, requests: Sequence[Request], query_tokens: int, predictions: Predictions) -> ForwardRecord:
+    return ForwardRecord(kind, tuple(request.id for request in requests), query_tokens, predictions.seconds)
+
+
+__all__ = ["NOTHING", "BranchKind", "Method", "Request", "StopRule", "TokenChoice", "draft_blocks", "prefill", "run_round"]

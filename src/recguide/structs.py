@@ -1,0 +1,171 @@
+"""Frozen values that travel between the stages.
+
+Shape letters: R requests of the batch, T packed query tokens of a forward, B block size, K keys, V vocabulary,
+L layers, H query heads, G key/value heads, D head size.
+
+Words: the *seed* is a request's newest committed token, not yet in the KV cache; a *block* is `[seed, d1 … d(B-1)]`;
+*accepted* counts drafted tokens that the verifier agreed with (0 … B-1); *committed* = accepted + 1 (the bonus).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class BranchKind(str, Enum):
+    """Why a branch rides along: what it supposes about the verification it accompanies."""
+
+    CORRECTION = "correction"
+    """The block is rejected at the branch's depth, and the verifier's token there is the replacement."""
+    CONTINUATION = "continuation"
+    """The whole block is accepted, and the bonus is the branch's own first prediction."""
+    ANY_BONUS = "any_bonus"
+    """Exactly `depth` tokens are committed, whatever the bonus (the quadratic layout)."""
+
+
+class Outcome(str, Enum):
+    """How a round ended; every round has exactly one."""
+
+    PLAIN = "plain"
+    """No branch was built."""
+    REJECTED_NO_CORRECTION = "rejected_no_correction"
+    """Rejected, and no correction branch was built: no position was risky, or none could be corrected."""
+    REJECTED_BEFORE = "rejected_before"
+    """Rejected before the first correction branch's position."""
+    REJECTED_BETWEEN = "rejected_between"
+    """Rejected between the two correction branches' positions."""
+    REJECTED_AFTER = "rejected_after"
+    """Rejected after the last correction branch's position."""
+    CORRECTION_1_HIT = "correction_1_hit"
+    CORRECTION_2_HIT = "correction_2_hit"
+    CORRECTION_1_WRONG_TOKEN = "correction_1_wrong_token"
+    """Rejected at the first branch's position, but the verifier's token is another than the replacement."""
+    CORRECTION_2_WRONG_TOKEN = "correction_2_wrong_token"
+    CONTINUATION_HIT = "continuation_hit"
+    CONTINUATION_WRONG_TOKEN = "continuation_wrong_token"
+    """Fully accepted, but the bonus is another than the continuation's first prediction."""
+    FULL_NO_CONTINUATION = "full_no_continuation"
+    """Fully accepted, and no continuation was built."""
+    ANY_BONUS_HIT = "any_bonus_hit"
+    """The quadratic layout had prepared a draft for this stop."""
+    ANY_BONUS_NOT_BUILT = "any_bonus_not_built"
+    """It had not: too little is left to draft after it."""
+    STOPPED = "stopped"
+    """The request ended in this round (EOS, a stop rule, or its length), so no branch could be used."""
+
+
+class DraftSource(str, Enum):
+    """Where a round's draft came from."""
+
+    NONE = "none"
+    """Block size 1: plain autoregressive decoding."""
+    FORWARD = "forward"
+    """A draft forward (several, under a draft threshold)."""
+    BRANCH = "branch"
+    """A branch of the round before: a reused round, one forward in all."""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What the drafter knew of one position, MASK excluded: its best token, the next best ones, the top two probabilities."""
+
+    token: int
+    alternatives: tuple[int, ...]
+    probability: float
+    second_probability: float
+
+    @property
+    def margin(self) -> float:
+        """`p1 - p2`, the paper's M_i."""
+        return self.probability - self.second_probability
+
+
+@dataclass(frozen=True)
+class Draft:
+    """`guesses[i]` drafts position i + 1 of the block, so a block of B tokens has B - 1 guesses."""
+
+    guesses: tuple[Guess, ...] = ()
+    source: DraftSource = DraftSource.NONE
+
+    @property
+    def tokens(self) -> list[int]:
+        return [guess.token for guess in self.guesses]
+
+    def cut(self, block_size: int) -> Draft:
+        """The draft of a shorter block."""
+        return self if len(self.guesses) < block_size else Draft(self.guesses[: block_size - 1], self.source)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A draft of the next block that rides along with a verification and sees the first `depth` tokens of its block."""
+
+    kind: BranchKind
+    depth: int
+    block_size: int
+    replacement: int | None = None
+
+
+@dataclass(frozen=True)
+class BranchChoice:
+    """What the branching rule decided for one block; `risky` are the positions (1 … B-1) that it found doubtful."""
+
+    branches: tuple[Branch, ...] = ()
+    risky: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class BranchRecord:
+    """A branch and what it drafted: `first` is the token that it supposes after the block's first `depth` tokens."""
+
+    branch: Branch
+    first: int
+    draft: Draft
+
+
+@dataclass(frozen=True)
+class ForwardRecord:
+    """One packed forward. `kind`: `prefill`, `draft`, `verify`, or `fused` (a verification with branches)."""
+
+    kind: str
+    requests: tuple[int, ...]
+    query_tokens: int
+    seconds: float
+    """Host clock around the model's forward and the transfer of its results."""
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One request's round, as `on_commit` gets it. `position` is the seed's absolute position."""
+
+    request: int
+    index: int
+    position: int
+    seed: int
+    draft: Draft
+    branches: tuple[BranchRecord, ...]
+    risky: tuple[int, ...]
+    accepted: int
+    """Drafted tokens that the verifier agreed with (before any stop rule cut the output)."""
+    committed: tuple[int, ...]
+    """Tokens added to the output; shorter than accepted + 1 only where the request stopped."""
+    outcome: Outcome
+    hit: int | None
+    """Index into `branches` of the one that becomes the next round's draft."""
+    query_tokens: int
+    """This request's query tokens in the verifying forward."""
+
+    @property
+    def block_size(self) -> int:
+        return len(self.draft.guesses) + 1
+
+
+@dataclass(frozen=True)
+class FinishRecord:
+    """A request's end. `reason`: `eos`, `length`, `stop` (a stop rule), `cancelled` or `error`."""
+
+    request: int
+    reason: str
+    prompt_tokens: int
+    new_tokens: int
