@@ -57,7 +57,7 @@ class Predictions:
     A forward's results on the host, one entry an output row.
 
     `best[i]` are the likeliest tokens in order, `probabilities[i]` the top two's; excluded tokens take no part in either.
-    `logits` stay on the device: `[N, V]`, with excluded tokens at minus infinity.
+    `logits` stay on the device: `float32[N, V]`, as the model gave them.
     """
 
     best: list[list[int]]
@@ -84,6 +84,11 @@ class ModelAdapter:
         known = FAMILIES.get(config.model_type)
         self._drafter = drafter or (known(model) if known else None)
         self._excluded = list(self._drafter.excluded_token_ids) if self._drafter else []
+
+    @property
+    def excluded_token_ids(self) -> list[int]:
+        """Tokens that are never predicted, such as MASK."""
+        return self._excluded
 
     @property
     def device(self) -> torch.device:
@@ -150,20 +155,23 @@ class ModelAdapter:
                 logits_to_keep=0 if plan.output_rows is None else plan.output_rows,
                 recguide_attention=self.backend.plan(plan, kv),
             ).logits[0]
-        if self._excluded:
-            logits[:, self._excluded] = float("-inf")
         k = max(2, best)
         scores = logits.float()
+        if self._excluded:
+            held, scores[:, self._excluded] = scores[:, self._excluded], float("-inf")
         top, ids = scores.topk(k, dim=-1)
         probabilities = (top[:, :2] - scores.logsumexp(-1, keepdim=True)).exp()
         # Among equal logits, argmax takes the first as plain generate does; topk takes any.
         first = scores.argmax(-1, keepdim=True)
+        if self._excluded:
+            # Whoever chooses tokens by other rules gets the model's own logits.
+            scores[:, self._excluded] = held
         table = torch.cat((first.double(), ids.double(), probabilities.double()), dim=1).tolist()
         seconds = time.perf_counter() - start
         predictions = Predictions(
             best=[_ranked(line[: k + 1]) for line in table],
             probabilities=[(line[k + 1], line[k + 2]) for line in table],
-            logits=logits,
+            logits=scores,
             seconds=seconds,
         )
         return plan, predictions
