@@ -144,6 +144,7 @@ class ModelAdapter:
         adapter = plan.adapter
         if adapter is not None and not self.drafter.adapter_on_seed:
             adapter = adapter & (plan.input_ids == self.drafter.filler_token_id)
+        attention = self.backend.plan(plan, kv, self.model.dtype)
         start = time.perf_counter()
         with torch.no_grad(), adapter_rows(adapter):
             logits = self.model(
@@ -153,8 +154,9 @@ class ModelAdapter:
                 attention_mask=_MASK_4D,
                 use_cache=False,
                 logits_to_keep=0 if plan.output_rows is None else plan.output_rows,
-                recguide_attention=self.backend.plan(plan, kv),
+                recguide_attention=attention,
             ).logits[0]
+        seconds = time.perf_counter() - start
         k = max(2, best)
         scores = logits.float()
         if self._excluded:
@@ -167,7 +169,6 @@ class ModelAdapter:
             # Whoever chooses tokens by other rules gets the model's own logits.
             scores[:, self._excluded] = held
         table = torch.cat((first.double(), ids.double(), probabilities.double()), dim=1).tolist()
-        seconds = time.perf_counter() - start
         predictions = Predictions(
             best=[_ranked(line[: k + 1]) for line in table],
             probabilities=[(line[k + 1], line[k + 2]) for line in table],

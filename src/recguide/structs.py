@@ -132,7 +132,7 @@ class ForwardRecord:
     requests: tuple[int, ...]
     query_tokens: int
     seconds: float
-    """Host clock around the model's forward and the transfer of its results."""
+    """Host clock around the model's forward alone (on a GPU: around its launch). Plans, masks and statistics are outside."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -48,8 +49,8 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def plan(self, plan: Plan, kv: KVCache) -> PlannedAttention:
-        """Prepare a forward: masks, work items, indices; everything that does not depend on the layer."""
+    def plan(self, plan: Plan, kv: KVCache, dtype: torch.dtype) -> PlannedAttention:
+        """Prepare a forward in `dtype`: masks, work items, indices; everything that does not depend on the layer."""
 
 
 def _attend(own: Callable[..., Any] | None) -> Callable[..., Any]:

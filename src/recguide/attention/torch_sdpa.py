@@ -15,18 +15,22 @@ class TorchSDPA:
 
     name = "torch_sdpa"
 
-    def plan(self, plan: Plan, kv: KVCache) -> SDPAForward:
-        return SDPAForward(plan, kv)
+    def plan(self, plan: Plan, kv: KVCache, dtype: torch.dtype) -> SDPAForward:
+        return SDPAForward(plan, kv, dtype)
 
 
 class SDPAForward:
     """One forward's mask `[R, 1, Q, K]` and the indices between packed and padded queries; Q is the longest row's T."""
 
-    def __init__(self, plan: Plan, kv: KVCache) -> None:
+    def __init__(self, plan: Plan, kv: KVCache, dtype: torch.dtype) -> None:
         self.packed = plan
         self.kv = kv
-        # One query sees all that is there: no mask, and SDPA's fastest path.
-        self.mask = None if plan.query_tokens == 1 == len(plan.prefix) else dense_mask(plan)
+        # One query sees all that is there: no mask, and SDPA's fastest path. Else additive: of a bool mask SDPA would make
+        # the additive one again in every layer.
+        self.mask = None
+        if not plan.query_tokens == 1 == len(plan.prefix):
+            visible = dense_mask(plan)
+            self.mask = visible.new_zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
         self.to_padded, self.to_packed = None, None
         if len({plan.tokens_of(r) for r in range(len(plan.prefix))}) > 1:
             padded = _padded_index(plan)
@@ -38,9 +42,6 @@ class SDPAForward:
     def run(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         all_keys, all_values = self.kv.write(layer, keys, values, self.packed)
         heads, size = query.shape[0], query.shape[2]
-        if self.mask is not None and self.mask.dtype is torch.bool:
-            # Additive, once a forward: SDPA would make it from the bool mask in every layer.
-            self.mask = query.new_zeros(self.mask.shape).masked_fill_(~self.mask, float("-inf"))
         if self.to_padded is not None:
             query = query[:, self.to_padded]
         padded = query.view(heads, all_keys.shape[0], -1, size).transpose(0, 1)

@@ -24,23 +24,71 @@ from .tokenizer import END, MASK, PAD, corpus, train_tokenizer
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Every number of the training run. `steps * rows * (clean + blocks)` tokens go through the network."""
+class Phase:
+    """
+    A stretch of the run.
 
-    steps: int = 3200
+    Args:
+        steps (`int`): optimizer steps.
+        matrix_lr, other_lr (`float`): Muon's and AdamW's rates at its start; both go linearly to `end` times that.
+        end (`float`): 1.0 is a plateau.
+        blocks (`int`): draft tokens a row; 0 trains the autoregressive side alone, at half the cost.
+        draft_weight (`float`): weight of the draft loss; the AR loss has 1.
+        warmup (`int`): steps of linear warm-up.
+    """
+
+    steps: int
+    matrix_lr: float
+    other_lr: float
+    end: float = 1.0
+    blocks: int = 192
+    draft_weight: float = 1.0
+    warmup: int = 0
+
+    def rates(self, done: int) -> tuple[float, float]:
+        """Rates after `done` steps of the phase."""
+        factor = 1 + (self.end - 1) * done / self.steps
+        if done < self.warmup:
+            factor *= (done + 1) / self.warmup
+        return self.matrix_lr * factor, self.other_lr * factor
+
+
+PHASES = (
+    Phase(steps=680, matrix_lr=8e-3, other_lr=5e-3, draft_weight=0.5, warmup=60),
+    Phase(steps=1400, matrix_lr=4e-3, other_lr=2.5e-3, end=0.6, blocks=0),
+    Phase(steps=1500, matrix_lr=3e-3, other_lr=2e-3, end=0.03),
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Every number of the training run. A small first phase with drafting lets the network settle into both masks early."""
+
+    phases: tuple[Phase, ...] = PHASES
     seed: int = 0
-    shape: Shape = field(default_factory=Shape)
+    rows: int = 4
+    clean: int = 384
     family_weights: dict[str, float] = field(default_factory=lambda: {"math": 0.45, "code": 0.27, "text": 0.28})
-    matrix_lr: float = 8e-3
-    other_lr: float = 5e-3
     weight_decay: float = 0.05
-    warmup: int = 60
-    decay_from: float = 0.35
-    draft_weight: float = 0.5
     adapter_rank: int = 16
     adapter_alpha: float = 64.0
     checkpoint_minutes: float = 4.0
     evaluate_every: int = 100
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    def phase_at(self, step: int) -> tuple[Phase, int]:
+        """The phase that step number `step` (from 0) belongs to, and the steps done of it."""
+        for phase in self.phases:
+            if step < phase.steps:
+                return phase, step
+            step -= phase.steps
+        raise ValueError("the run has fewer steps")
+
+    def shape(self, blocks: int) -> Shape:
+        return Shape(rows=self.rows, clean=self.clean, blocks=blocks)
 
 
 def network_config(tokenizer: PreTrainedTokenizerFast) -> NemotronLabsDiffusionConfig:
@@ -76,7 +124,7 @@ def network_config(tokenizer: PreTrainedTokenizerFast) -> NemotronLabsDiffusionC
 
 def losses(model: nn.Module, batch: Batch, clean: int) -> tuple[Tensor, Tensor, Tensor]:
     """Mean AR loss of the answers' tokens, mean draft loss of the masked block tokens, and the draft's right guesses (bool)."""
-    with adapter_rows(batch.adapter):
+    with adapter_rows(batch.adapter if batch.adapter.any() else None):
         hidden = model.model(  # type: ignore[operator]
             input_ids=batch.input_ids, attention_mask=batch.visible, position_ids=batch.position_ids, use_cache=False
         ).last_hidden_state
@@ -87,28 +135,19 @@ def losses(model: nn.Module, batch: Batch, clean: int) -> tuple[Tensor, Tensor, 
     ce = F.cross_entropy(logits, labels, reduction="none")
     right = torch.zeros_like(used)
     right[used] = logits.argmax(-1) == labels
-    return ce[~in_blocks].mean(), ce[in_blocks].mean(), right
+    draft = ce[in_blocks].mean() if in_blocks.any() else ce.new_zeros(())
+    return ce[~in_blocks].mean(), draft, right
 
 
-def learning_rate_factor(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, a plateau, then a linear way down to a twentieth."""
-    if step < recipe.warmup:
-        return (step + 1) / recipe.warmup
-    start = recipe.decay_from * recipe.steps
-    if step < start:
-        return 1.0
-    return max(0.05, 1 - 0.95 * (step - start) / max(1.0, recipe.steps - start))
-
-
-def optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def optimizers(model: nn.Module, weight_decay: float) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for embeddings, head, norms and adapter."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
         is_matrix = parameter.ndim == 2 and ".layers." in name and "draft_adapter" not in name
         (matrices if is_matrix else others).append(parameter)
     return [
-        Muon(matrices, lr=recipe.matrix_lr, weight_decay=recipe.weight_decay),
-        torch.optim.AdamW(others, lr=recipe.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
+        Muon(matrices, lr=0.0, weight_decay=weight_decay),
+        torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
@@ -140,17 +179,18 @@ def _leading_runs(batch: Batch, right: Tensor, clean: int) -> Iterator[float]:
 
 def held_out_batches(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, count: int = 4) -> list[Batch]:
     stream = documents(tokenizer, recipe.family_weights, "test", seed=1)
-    source = batches(stream, recipe.shape, tokenizer.mask_token_id, tokenizer.pad_token_id, seed=1, block_sizes=(16,))
+    source = batches(stream, recipe.shape(192), tokenizer.mask_token_id, tokenizer.pad_token_id, seed=1, block_sizes=(16,))
     return [next(source) for _ in range(count)]
 
 
-def train(recipe: Recipe, output: Path, threads: int | None = None) -> None:
+def train(recipe: Recipe, output: Path, stop_after: int | None = None, threads: int | None = None) -> None:
     """
     Train, or go on from the last checkpoint in `output`; writes `output/model` (bf16, released layout) at the end.
 
     Args:
         recipe (`Recipe`): the numbers; saved beside the checkpoint, and a resumed run must use the same.
         output (`Path`): directory for `tokenizer/`, `checkpoint.pt`, `history.jsonl` and `model/`.
+        stop_after (`int`, *optional*): end early, at this step of the recipe, with a checkpoint and no model.
         threads (`int`, *optional*): torch threads.
     """
     if threads:
@@ -164,43 +204,47 @@ def train(recipe: Recipe, output: Path, threads: int | None = None) -> None:
     model = NemotronLabsDiffusionModel(network_config(tokenizer))
     add_draft_adapter(model, DraftAdapterConfig(recipe.adapter_rank, recipe.adapter_alpha, ("o_proj",)))
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    optims = optimizers(model, recipe)
+    optims = optimizers(model, recipe.weight_decay)
     model, *optims = accelerator.prepare(model, *optims)
-    base_lrs = [[group["lr"] for group in optim.param_groups] for optim in optims]
 
-    step = _resume(output, recipe, accelerator.unwrap_model(model), optims)
-    stream = documents(tokenizer, recipe.family_weights, "train", seed=recipe.seed + 1000 * step)
-    source = batches(stream, recipe.shape, tokenizer.mask_token_id, tokenizer.pad_token_id, seed=recipe.seed + 1000 * step)
+    step = started = _resume(output, recipe, accelerator.unwrap_model(model), optims)
+    source: Iterator[Batch] = iter(())
     held_out = held_out_batches(tokenizer, recipe)
     saved_at = time.monotonic()
+    last = min(recipe.steps, stop_after or recipe.steps)
     model.train()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
-        bar = progress.add_task("train-tiny", total=recipe.steps, completed=step)
-        while step < recipe.steps:
-            factor = learning_rate_factor(step, recipe)
-            for optim, lrs in zip(optims, base_lrs, strict=True):
-                for group, lr in zip(optim.param_groups, lrs, strict=True):
-                    group["lr"] = lr * factor
-            ar_loss, draft_loss, _ = losses(model, next(source), recipe.shape.clean)
-            accelerator.backward(ar_loss + recipe.draft_weight * draft_loss)
+        bar = progress.add_task("train-tiny", total=last, completed=step)
+        while step < last:
+            phase, done = recipe.phase_at(step)
+            if done == 0 or step == started:
+                stream = documents(tokenizer, recipe.family_weights, "train", seed=recipe.seed + 1000 * step)
+                source = batches(
+                    stream, recipe.shape(phase.blocks), tokenizer.mask_token_id, tokenizer.pad_token_id, recipe.seed + 1000 * step
+                )
+            for optim, rate in zip(optims, phase.rates(done), strict=True):
+                optim.param_groups[0]["lr"] = rate
+            ar_loss, draft_loss, _ = losses(model, next(source), recipe.clean)
+            accelerator.backward(ar_loss + phase.draft_weight * draft_loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             for optim in optims:
                 optim.step()
                 optim.zero_grad()
             step += 1
-            record = {"step": step, "train_ar_loss": ar_loss.item(), "train_draft_loss": draft_loss.item(), "lr_factor": factor}
+            record = {"step": step, "train_ar_loss": ar_loss.item(), "train_draft_loss": draft_loss.item(), "matrix_lr": phase.rates(done)[0]}
             if not math.isfinite(record["train_ar_loss"]):
                 raise RuntimeError(f"The loss is not finite at step {step}; lower matrix_lr and resume from the last checkpoint.")
-            if step % recipe.evaluate_every == 0 or step == recipe.steps:
-                record |= evaluate(model, held_out, recipe.shape.clean)
+            if step % recipe.evaluate_every == 0 or step == last:
+                record |= evaluate(model, held_out, recipe.clean)
             with (output / "history.jsonl").open("a") as file:
                 file.write(json.dumps(record) + "\n")
             progress.update(bar, completed=step, description=f"AR {record['train_ar_loss']:.3f} draft {record['train_draft_loss']:.3f}")
-            if time.monotonic() - saved_at > 60 * recipe.checkpoint_minutes or step == recipe.steps:
+            if time.monotonic() - saved_at > 60 * recipe.checkpoint_minutes or step == last:
                 _save(output, recipe, step, accelerator.unwrap_model(model), optims)
                 saved_at = time.monotonic()
-    export(accelerator.unwrap_model(model), tokenizer, output / "model")
+    if step == recipe.steps:
+        export(accelerator.unwrap_model(model), tokenizer, output / "model")
 
 
 def export(model: NemotronLabsDiffusionModel, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:

@@ -1,0 +1,5 @@
+"""`python -m recguide` is the `recguide` command."""
+
+from .cli.main import app
+
+app()

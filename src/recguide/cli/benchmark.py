@@ -1,0 +1,224 @@
+"""Run strategies side by side on the same prompts and check that none changes a token."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from os import environ
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..config import RecGuideConfig
+from ..errors import ConfigError, LosslessError
+from ..metrics import DecodeMetrics
+from ..tiny.tasks import Task, score
+from .loading import chat_ids
+
+OURS = ("ar", "linear", "quadratic", "recguide")
+OUTSIDE: dict[str, dict[str, Any]] = {"hf-generate": {}, "hf-prompt-lookup": {"prompt_lookup_num_tokens": 10}}
+"""What a user would pick instead: transformers' greedy generate, and its n-gram assisted decoding."""
+
+
+@dataclass
+class Contender:
+    """One strategy at one block size, with what it has done so far."""
+
+    strategy: str
+    block_size: int
+    suite: str
+    prompts: int = 0
+    new_tokens: int = 0
+    wall_s: float = 0.0
+    right: int = 0
+    different: int = 0
+    first_difference: str | None = None
+    metrics: DecodeMetrics = field(default_factory=DecodeMetrics)
+    plain_forwards: Counter[str] = field(default_factory=Counter)
+
+    def options(self) -> dict[str, Any]:
+        if self.strategy in OUTSIDE:
+            return OUTSIDE[self.strategy]
+        config = {"block_size": self.block_size}
+        return {"generation_strategy": self.strategy, "recguide_config": config, "recguide_hooks": [self.metrics]}
+
+    def report(self) -> dict[str, Any]:
+        """This contender's entry of the JSON file."""
+        ours, m = self.strategy not in OUTSIDE, self.metrics
+        decode = self.plain_forwards["decode"]
+        return {
+            "strategy": self.strategy,
+            "block_size": self.block_size,
+            "suite": self.suite,
+            "concurrency": 1,
+            "prompts": self.prompts,
+            "committed_tokens": m.committed_tokens if ours else self.new_tokens - self.prompts,
+            "new_tokens": self.new_tokens,
+            "forwards": {kind: m.forwards[kind] for kind in ("prefill", "draft", "verify", "fused")}
+            if ours
+            else {"prefill": self.plain_forwards["prefill"], "draft": 0, "verify": decode, "fused": 0},
+            "decode_tpf": m.decode_tpf if ours else _ratio(self.new_tokens - self.prompts, decode),
+            "e2e_tpf": m.e2e_tpf if ours else _ratio(self.new_tokens, sum(self.plain_forwards.values())),
+            "tau": m.tau if ours else 2 * _ratio(self.new_tokens - self.prompts, decode),
+            "mean_committed": m.mean_committed if ours else _ratio(self.new_tokens - self.prompts, decode),
+            "acceptance_histogram": {str(n): m.committed_histogram[n] for n in sorted(m.committed_histogram)},
+            "full_round_rate": _ratio(m.full_rounds, m.all_rounds),
+            "reuse_rate": m.reuse_rate,
+            "outcomes": dict(m.outcomes),
+            "query_tokens_per_forward": m.query_tokens_per_forward,
+            "host_share": m.host_share if ours else None,
+            "wall_s": self.wall_s,
+            "tokens_per_s": _ratio(self.new_tokens, self.wall_s),
+            "accuracy": _ratio(self.right, self.prompts),
+            "equal_to_ar": self.different == 0,
+            "first_difference": self.first_difference,
+        }
+
+
+def contenders(strategies: Sequence[str], block_sizes: Sequence[int], suites: Sequence[str]) -> list[Contender]:
+    """Every strategy at every valid block size on every suite; `ar`, the reference, is always there, and has no block size."""
+    known = (*OURS, *OUTSIDE)
+    if unknown := sorted(set(strategies) - set(known)):
+        raise ConfigError(f"Unknown strategies: {', '.join(unknown)}. Known: {', '.join(known)}.")
+    for size in block_sizes:
+        RecGuideConfig(block_size=size)
+    names = ["ar", *(name for name in strategies if name != "ar")]
+    return [
+        Contender(name, size, suite)
+        for suite in suites
+        for name in names
+        for size in ((1,) if name == "ar" or name in OUTSIDE else block_sizes)
+    ]
+
+
+def run(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: dict[str, list[Task]],
+    entries: list[Contender],
+    max_new_tokens: int,
+    advance: Callable[[], None] = lambda: None,
+) -> None:
+    """
+    Run every contender on every task of its suite, prompt by prompt in turn, so that a noisy moment hits all alike.
+
+    The contenders are filled in place; an interruption loses the prompt under way and nothing else.
+    """
+    counter: Counter[str] = Counter()
+    handle = model.register_forward_pre_hook(lambda *_: counter.update(("forward",)))
+    try:
+        for entry in entries:
+            warm_up = chat_ids(tokenizer, tasks[entry.suite][0].prompt).to(model.device)
+            _generate(model, warm_up, 2 * max(4, entry.block_size), Contender(entry.strategy, entry.block_size, entry.suite).options())
+        for suite, suite_tasks in tasks.items():
+            for task in suite_tasks:
+                ids = chat_ids(tokenizer, task.prompt).to(model.device)
+                reference: list[int] | None = None
+                for entry in (entry for entry in entries if entry.suite == suite):
+                    counter.clear()
+                    options = entry.options()
+                    start = time.perf_counter()
+                    output = _generate(model, ids, max_new_tokens, options)
+                    wall = time.perf_counter() - start
+                    reference = output if reference is None else reference
+                    _note(entry, task, output, reference, wall, counter["forward"], tokenizer)
+                    advance()
+    finally:
+        handle.remove()
+
+
+def _generate(model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int, options: dict[str, Any]) -> list[int]:
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, **options)
+    return output[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return, index]
+
+
+def _note(
+    entry: Contender, task: Task, output: list[int], reference: list[int], wall: float, forwards: int, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    entry.prompts += 1
+    entry.new_tokens += len(output)
+    entry.wall_s += wall
+    entry.right += bool(task.checks) and score(task, tokenizer.decode(output, skip_special_tokens=True))
+    entry.plain_forwards.update({"prefill": 1, "decode": forwards - 1})
+    if output != reference:
+        at = next((i for i, (a, b) in enumerate(zip(output, reference, strict=False)) if a != b), min(len(output), len(reference)))
+        entry.different += 1
+        entry.first_difference = entry.first_difference or f"prompt {entry.prompts} of {entry.suite}, new token {at}"
+
+
+def check(entries: Sequence[Contender]) -> None:
+    """Raise [`LosslessError`] if a counter identity fails or an output of ours is not `ar`'s."""
+    for entry in entries:
+        if entry.strategy not in OUTSIDE:
+            entry.metrics.check()
+            if entry.metrics.new_tokens != entry.new_tokens:
+                raise LosslessError(f"{entry.strategy}: the hooks saw {entry.metrics.new_tokens} new tokens, the output has {entry.new_tokens}.")
+    wrong = [f"{e.strategy} at block size {e.block_size} ({e.first_difference})" for e in entries if e.different]
+    if wrong:
+        raise LosslessError("Outputs differ from plain decoding: " + "; ".join(wrong) + ".")
+
+
+def ratios(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """
+    Quotients of means over the suites: `recguide-16/linear-16 decode_tpf`, each strategy's tokens a second against `ar`
+    and against `hf-generate`.
+    """
+    labels = {label_of(r["strategy"], r["block_size"]): None for r in runs}
+
+    def mean(label: str, key: str) -> float:
+        values = [r[key] for r in runs if label_of(r["strategy"], r["block_size"]) == label]
+        return sum(values) / len(values)
+
+    found = {}
+    for label in labels:
+        strategy, _, size = label.partition("-")
+        if strategy in ("recguide", "quadratic") and f"linear-{size}" in labels:
+            found[f"{label}/linear-{size} decode_tpf"] = _ratio(mean(label, "decode_tpf"), mean(f"linear-{size}", "decode_tpf"))
+            found[f"{label}/linear-{size} tokens_per_s"] = _ratio(mean(label, "tokens_per_s"), mean(f"linear-{size}", "tokens_per_s"))
+        for base in ("ar", "hf-generate"):
+            if base in labels and label != base:
+                found[f"{label}/{base} tokens_per_s"] = _ratio(mean(label, "tokens_per_s"), mean(base, "tokens_per_s"))
+    return found
+
+
+def label_of(strategy: str, block_size: int) -> str:
+    """`linear-16`; strategies without blocks are called by name alone."""
+    return strategy if strategy == "ar" or strategy in OUTSIDE else f"{strategy}-{block_size}"
+
+
+def environment(model_name: str, model: PreTrainedModel) -> dict[str, Any]:
+    """What the figures depend on."""
+    return {
+        "recguide": version("recguide"),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "omp_wait_policy": environ.get("OMP_WAIT_POLICY", "default"),
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "model": model_name,
+    }
+
+
+def _processor() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
