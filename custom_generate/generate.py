@@ -4,8 +4,9 @@ import functools
 from typing import Any
 
 import torch
-from recguide.hf_strategy import STRATEGY, generate_with_strategy
 from transformers import GenerationConfig, GenerationMixin
+
+from recguide.hf_strategy import STRATEGY, generate_with_strategy
 
 
 def generate(

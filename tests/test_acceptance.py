@@ -150,7 +150,11 @@ def test_every_round_has_exactly_one_outcome(data: st.DataObject) -> None:
         kinds = dict.fromkeys(range(1, data.draw(st.integers(1, size)) + 1), ANY_BONUS)
     firsts = {depth: data.draw(st.integers(0, 1)) for depth in kinds}
     records = [record(kind, depth, firsts[depth]) for depth, kind in kinds.items()]
-    accepted, bonus, stopped = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 1)), data.draw(st.booleans())
+    accepted, bonus, stopped = (
+        data.draw(st.integers(0, size - 1)),
+        data.draw(st.integers(0, 1)),
+        data.draw(st.booleans()),
+    )
     hit = None if stopped else hit_branch(records, accepted + 1, bonus)
     name = name_outcome(BranchChoice(tuple(r.branch for r in records)), size, accepted, hit, stopped)
     came_true = accepted + 1 in kinds and (kinds[accepted + 1] is ANY_BONUS or firsts[accepted + 1] == bonus)

@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
+
 from recguide import (
     ConfigError,
     Hook,
@@ -21,9 +25,6 @@ from recguide import (
     detach,
 )
 from recguide.testing import MASK, toy_config, toy_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 
 PROMPT = torch.tensor([[3, 7, 9, 2]])
 
@@ -56,7 +57,7 @@ def tiny_llama(seed: int = 3) -> LlamaForCausalLM:
 def block_size(model: Any, **kwargs: Any) -> int:
     """The block size that a call of generate ends up with."""
     rounds = Rounds()
-    model.generate(PROMPT, max_new_tokens=17, recguide_hooks=[rounds], **kwargs)
+    model.generate(PROMPT, max_new_tokens=9, recguide_hooks=[rounds], **kwargs)
     return max(rounds.sizes)
 
 
@@ -99,7 +100,7 @@ def test_detach_what_was_never_attached() -> None:
 
 
 def test_an_instance_of_an_attached_class_is_left_alone() -> None:
-    model = attach(toy_model())
+    model = attach(toy_model(num_hidden_layers=1))
     assert "generate" not in vars(model)
 
 
@@ -129,7 +130,7 @@ def test_a_copy_generates_with_its_own_weights(duplicate: Any) -> None:
 
 
 def test_a_default_comes_along_with_a_copy() -> None:
-    model = attach(toy_model(), "linear", {"block_size": 4})
+    model = attach(toy_model(num_hidden_layers=1), "linear", {"block_size": 4})
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert block_size(twin) == 4
 
@@ -189,7 +190,7 @@ def test_attach_a_class_whose_instance_was_attached(own_llama: type[OwnLlama]) -
 
 
 def test_the_family_is_attached_by_the_import() -> None:
-    model = toy_model()
+    model = toy_model(num_hidden_layers=1)
     expected = model.generate(PROMPT, max_new_tokens=8, suppress_tokens=[MASK])
     assert torch.equal(model.generate(PROMPT, max_new_tokens=8, generation_strategy="recguide"), expected)
 
@@ -214,8 +215,8 @@ def test_the_mixin() -> None:
 
 @pytest.mark.parametrize("place", ["argument", "passed config", "model"])
 def test_the_mixin_over_an_attached_class(place: str) -> None:
-    model = MixedNLD(toy_config()).eval()
-    model.load_state_dict(toy_model().state_dict(), strict=False)
+    model = MixedNLD(toy_config(num_hidden_layers=1)).eval()
+    model.load_state_dict(toy_model(num_hidden_layers=1).state_dict(), strict=False)
     options = {"generation_strategy": "linear", "recguide_config": {"block_size": 4}}
     arguments: dict[str, Any] = {}
     if place == "argument":
@@ -231,7 +232,7 @@ def test_the_mixin_over_an_attached_class(place: str) -> None:
 
 
 def test_a_default_is_used_and_changes_no_token() -> None:
-    model = toy_model()
+    model = toy_model(num_hidden_layers=1)
     expected = model.generate(PROMPT, max_new_tokens=12, suppress_tokens=[MASK])
     attach(model, "recguide", {"block_size": 8})
     assert block_size(model) == 8
@@ -239,13 +240,13 @@ def test_a_default_is_used_and_changes_no_token() -> None:
 
 
 def test_options_alone_mean_the_strategy_recguide() -> None:
-    model = attach(toy_model(), recguide_config={"block_size": 2})
+    model = attach(toy_model(num_hidden_layers=1), recguide_config={"block_size": 2})
     assert model.generation_config.generation_strategy == "recguide"
     assert block_size(model) == 2
 
 
 def test_detach_takes_the_defaults_away() -> None:
-    model = detach(attach(toy_model(), "recguide", {"block_size": 8}))
+    model = detach(attach(toy_model(num_hidden_layers=1), "recguide", {"block_size": 8}))
     assert not hasattr(model.generation_config, "generation_strategy")
     assert not hasattr(model.generation_config, "recguide_config")
     with pytest.raises(ConfigError):
@@ -263,13 +264,13 @@ def test_a_wrong_default_is_refused_at_once(default: tuple[Any, Any]) -> None:
 
 def test_the_users_dict_is_not_kept() -> None:
     options = {"block_size": 8}
-    model = attach(toy_model(), "linear", options)
+    model = attach(toy_model(num_hidden_layers=1), "linear", options)
     options["block_size"] = 2
     assert block_size(model) == 8
 
 
 def test_defaults_survive_saving_and_loading(tmp_path: Path) -> None:
-    model = attach(toy_model(), "recguide", {"block_size": 8, "delta": 0.25})
+    model = attach(toy_model(num_hidden_layers=1), "recguide", {"block_size": 8, "delta": 0.25})
     expected = model.generate(PROMPT, max_new_tokens=12)
     model.save_pretrained(tmp_path)
     loaded = NemotronLabsDiffusionModel.from_pretrained(tmp_path).eval()
@@ -280,7 +281,7 @@ def test_defaults_survive_saving_and_loading(tmp_path: Path) -> None:
 
 
 def test_an_argument_beats_a_passed_config_beats_the_model() -> None:
-    model = attach(toy_model(), "linear", {"block_size": 8})
+    model = attach(toy_model(num_hidden_layers=1), "linear", {"block_size": 8})
     config = GenerationConfig(generation_strategy="linear", recguide_config={"block_size": 4}, pad_token_id=0)
     assert block_size(model) == 8
     assert block_size(model, generation_config=config) == 4
@@ -291,9 +292,9 @@ def test_an_argument_beats_a_passed_config_beats_the_model() -> None:
 
 
 def test_a_strategy_on_a_passed_config() -> None:
-    model = toy_model()
+    model = toy_model(num_hidden_layers=1)
     config = GenerationConfig(generation_strategy="recguide", pad_token_id=0)
-    assert block_size(model, generation_config=config) == 16
+    assert block_size(model, generation_config=config) == 8, "all that nine tokens leave for a round"
     assert block_size(model, generation_config=config, recguide_config={"block_size": 4}) == 4
 
 
@@ -314,7 +315,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def test_text_generation_pipeline(tokenizer: PreTrainedTokenizerFast) -> None:
-    model = toy_model()
+    model = toy_model(num_hidden_layers=1)
     ids: Tensor = tokenizer("feed", return_tensors="pt").input_ids
     expected = model.generate(ids, max_new_tokens=16, suppress_tokens=[MASK])
     rounds = Rounds()
@@ -333,7 +334,7 @@ def test_text_generation_pipeline(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def test_text_generation_pipeline_in_batches(tokenizer: PreTrainedTokenizerFast) -> None:
-    pipe = pipeline("text-generation", model=toy_model(), tokenizer=tokenizer)
+    pipe = pipeline("text-generation", model=toy_model(num_hidden_layers=1), tokenizer=tokenizer)
     arguments: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "batch_size": 2}
     expected = pipe(["feed", "a", "bead"], suppress_tokens=[MASK], **arguments)
     assert pipe(["feed", "a", "bead"], generation_strategy="recguide", **arguments) == expected

@@ -110,7 +110,7 @@ def test_a_branch_needs_two_more_tokens_to_write(remaining: int, branches: tuple
     ("risky", "corrected"), [((), ()), ((2,), (2,)), ((4,), (4,)), ((5,), ()), ((2, 6), (2,)), ((5, 6), ())]
 )
 def test_nothing_follows_a_drafted_eos(risky: tuple[int, ...], corrected: tuple[int, ...]) -> None:
-    """EOS drafted at 4: a correction at 4 supposes another token there, later ones and the continuation suppose the EOS."""
+    """EOS drafted at 4: a correction at 4 supposes another token there; whatever is later supposes the EOS."""
     margin = 0.1 if 4 in risky else 0.9
     assert choose(draft(*risky, p4=guess(3, margin))) == BranchChoice(tuple(map(correction, corrected)), risky)
     assert continuation() in choose(draft(*risky, p4=guess(3, margin)), eos=frozenset()).branches
@@ -159,7 +159,9 @@ def test_quadratic_prepares_every_depth_after_which_there_is_something_to_draft(
 )
 def test_no_branch_is_useless(guesses: list[Any], remaining: int, delta: float, limit: int) -> None:
     """Whatever the draft: at most `limit` corrections, all risky, ascending, replacing by another token than EOS."""
-    block = Draft(tuple(guess(token, margin, tuple(a for a in others if a != token)) for token, margin, others in guesses))
+    block = Draft(
+        tuple(guess(token, margin, tuple(a for a in others if a != token)) for token, margin, others in guesses)
+    )
     chosen = choose(block, remaining, delta=delta, max_corrections=limit)
     corrections = [branch for branch in chosen.branches if branch.kind is CORRECTION]
     depths = [branch.depth for branch in chosen.branches]

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+
 from recguide import ConfigError, RecGuideConfig, RecGuideError
 from recguide.config import BLOCK_SIZES, STRATEGIES
 from recguide.hf_strategy import resolve_config

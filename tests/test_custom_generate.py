@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import recguide.hf_strategy
-import recguide.loop
 import torch
 import transformers.dynamic_module_utils
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.utils.versions import require_version
+
+import recguide.hf_strategy
+import recguide.loop
 from recguide import (
     ConfigError,
     Hook,
@@ -23,8 +26,6 @@ from recguide import (
     detach,
 )
 from recguide.testing import MASK, toy_model
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-from transformers.utils.versions import require_version
 
 FOLDER = Path(__file__).resolve().parents[1]
 PROMPT = torch.tensor([[3, 7, 9, 2], [8, 6, 21, 14]])
@@ -54,7 +55,7 @@ def _hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> NemotronLabsDiffusionModel:
-    return toy_model()
+    return toy_model(num_hidden_layers=1)
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_an_attached_model_takes_the_arguments_itself(model: NemotronLabsDiffusi
 
 @pytest.mark.usefixtures("_detached")
 def test_on_a_model_that_was_never_attached() -> None:
-    model = toy_model()
+    model = toy_model(num_hidden_layers=1)
     with pytest.raises(ValueError, match="generation_strategy"):
         model.generate(PROMPT, max_new_tokens=2, generation_strategy="ar")
     rounds = Rounds()
@@ -106,7 +107,7 @@ def test_on_a_model_that_was_never_attached() -> None:
 @pytest.mark.usefixtures("_detached")
 @pytest.mark.parametrize("strategy", ["ar", "linear", "quadratic", "recguide"])
 def test_a_strategy_by_name(strategy: str) -> None:
-    model = toy_model()
+    model = toy_model(num_hidden_layers=1)
     rounds = Rounds()
     tokens = custom(model, PROMPT, generation_strategy=strategy, recguide_hooks=[rounds])
     assert torch.equal(tokens, expected(model))
@@ -115,7 +116,7 @@ def test_a_strategy_by_name(strategy: str) -> None:
 
 @pytest.mark.usefixtures("_detached")
 def test_a_strategy_on_the_config() -> None:
-    model = toy_model()
+    model = toy_model(num_hidden_layers=1)
     rounds = Rounds()
     config = GenerationConfig(generation_strategy="ar", pad_token_id=0)
     tokens = custom(model, PROMPT, generation_config=config, recguide_hooks=[rounds])
@@ -136,9 +137,7 @@ def test_a_model_without_drafter_decodes_with_ar() -> None:
             eos_token_id=None,
         )
     ).eval()
-    assert torch.equal(
-        custom(model, PROMPT, generation_strategy="ar"), model.generate(PROMPT, max_new_tokens=18)
-    )
+    assert torch.equal(custom(model, PROMPT, generation_strategy="ar"), model.generate(PROMPT, max_new_tokens=18))
     with pytest.raises(UnsupportedError, match="'ar'"):
         custom(model, PROMPT)
 
@@ -159,7 +158,7 @@ def test_what_else_generate_takes(model: NemotronLabsDiffusionModel) -> None:
 
 @pytest.mark.usefixtures("_detached")
 def test_refusals_reach_the_caller() -> None:
-    model = toy_model()
+    model = toy_model(num_hidden_layers=1)
     with pytest.raises(UnsupportedError, match="do_sample"):
         custom(model, PROMPT, do_sample=True)
     with pytest.raises(ConfigError, match="block_size"):

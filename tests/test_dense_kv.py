@@ -83,7 +83,12 @@ def test_rows_are_independent() -> None:
     """Rows write and commit different amounts, one of them nothing for a while; none disturbs another."""
     kv = DenseKV(3, capacity=2)
     kept: list[list[tuple[Tensor, Tensor]]] = [[], [], []]
-    for counts, committed in (([4, 1, 2], [1, 1, 2]), ([0, 6, 3], [0, 6, 0]), ([2, 0, 1], [2, 0, 1]), ([1, 1, 0], [1, 1, 0])):
+    for counts, committed in (
+        ([4, 1, 2], [1, 1, 2]),
+        ([0, 6, 3], [0, 6, 0]),
+        ([2, 0, 1], [2, 0, 1]),
+        ([1, 1, 0], [1, 1, 0]),
+    ):
         written = write(kv, counts, layers=1)
         start = 0
         for row in range(3):

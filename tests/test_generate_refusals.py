@@ -7,17 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from recguide import (
-    CheckpointError,
-    ConfigError,
-    Hook,
-    InputError,
-    NemotronLabsDiffusionModel,
-    RecGuideError,
-    UnsupportedError,
-    attach,
-)
-from recguide.testing import toy_model
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -29,6 +18,18 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+
+from recguide import (
+    CheckpointError,
+    ConfigError,
+    Hook,
+    InputError,
+    NemotronLabsDiffusionModel,
+    RecGuideError,
+    UnsupportedError,
+    attach,
+)
+from recguide.testing import toy_model
 
 STRATEGIES = ("ar", "linear", "quadratic", "recguide")
 PROMPT = torch.tensor([[3, 7, 9, 2]])
@@ -144,9 +145,7 @@ def test_continuous_batching(
     refused(untouched, model, ["cache_implementation='paged'"], cache_implementation="paged")
 
 
-def test_an_assistant_model(
-    model: NemotronLabsDiffusionModel, llama: LlamaForCausalLM, untouched: Untouched
-) -> None:
+def test_an_assistant_model(model: NemotronLabsDiffusionModel, llama: LlamaForCausalLM, untouched: Untouched) -> None:
     untouched.watch(llama)
     refused(untouched, model, ["assistant_model", "its own drafter"], assistant_model=llama)
 
@@ -227,9 +226,7 @@ def test_an_unknown_strategy(model: NemotronLabsDiffusionModel, untouched: Untou
 
 def test_an_unknown_strategy_on_a_config(model: NemotronLabsDiffusionModel, untouched: Untouched) -> None:
     config = GenerationConfig(generation_strategy="fast", max_new_tokens=4)
-    refused(
-        untouched, model, ["'fast'", *STRATEGIES], ConfigError, generation_strategy=None, generation_config=config
-    )
+    refused(untouched, model, ["'fast'", *STRATEGIES], ConfigError, generation_strategy=None, generation_config=config)
 
 
 @pytest.mark.parametrize(
@@ -259,9 +256,7 @@ def test_options_without_a_strategy(
 
 
 @pytest.mark.parametrize("typo", ["max_new_tokenz", "generation_stratgy", "recguide_confg"])
-def test_a_typo_is_found_as_in_transformers(
-    model: NemotronLabsDiffusionModel, untouched: Untouched, typo: str
-) -> None:
+def test_a_typo_is_found_as_in_transformers(model: NemotronLabsDiffusionModel, untouched: Untouched, typo: str) -> None:
     refused(untouched, model, [typo], ValueError, **{typo: 3})
 
 
@@ -275,9 +270,7 @@ def test_an_empty_prompt(model: NemotronLabsDiffusionModel, untouched: Untouched
 
 
 @pytest.mark.parametrize("with_mask", [True, False])
-def test_an_empty_row_of_a_batch(
-    model: NemotronLabsDiffusionModel, untouched: Untouched, with_mask: bool
-) -> None:
+def test_an_empty_row_of_a_batch(model: NemotronLabsDiffusionModel, untouched: Untouched, with_mask: bool) -> None:
     ids = torch.tensor([[3, 7, 9], [6, 8, 2], [0, 0, 0], [0, 4, 7]])
     mask = {"attention_mask": (ids != 0).long()} if with_mask else {}
     refused(untouched, model, ["Row 2", "empty"], InputError, inputs=ids, **mask)
@@ -305,9 +298,7 @@ def test_padding_is_no_part_of_a_prompts_length() -> None:
 
 def test_padding_on_the_right(model: NemotronLabsDiffusionModel, untouched: Untouched) -> None:
     ids = torch.tensor([[3, 7, 9, 4], [6, 8, 0, 0]])
-    refused(
-        untouched, model, ["Row 1", "left padding"], InputError, inputs=ids, attention_mask=(ids != 0).long()
-    )
+    refused(untouched, model, ["Row 1", "left padding"], InputError, inputs=ids, attention_mask=(ids != 0).long())
 
 
 def test_refusals_share_a_base() -> None:

@@ -22,7 +22,7 @@ NEW = 6
 
 
 class Recorder(Hook):
-    """Appends `(name, event, record)` to a log that several hooks share; raises at one event's n-th call, if told to."""
+    """Appends `(name, event, record)` to a log that several hooks share; raises at one event's n-th call if told to."""
 
     def __init__(self, name: str, log: list[tuple[str, str, Any]], fails_at: str | None = None, call: int = 1) -> None:
         for event in EVENTS:
@@ -152,7 +152,10 @@ def test_an_exception_at_the_end_reaches_the_caller() -> None:
     own = model().config._attn_implementation
     log: list[tuple[str, str, Any]] = []
     with pytest.raises(RuntimeError, match="b fails at on_finish"):
-        run(requests_of(PROMPTS), [Recorder("a", log), Recorder("b", log, fails_at="on_finish", call=3), Recorder("c", log)])
+        run(
+            requests_of(PROMPTS),
+            [Recorder("a", log), Recorder("b", log, fails_at="on_finish", call=3), Recorder("c", log)],
+        )
     assert [name for name, event, _ in log if event == "on_finish"] == ["a", "b", "c", "a", "b", "c", "a", "b"]
     assert model().config._attn_implementation == own
 

@@ -313,8 +313,9 @@ def staged(
     **options: Any,
 ) -> Log:
     """
-    Decode with drafts that are wrong at the new tokens `wrong` (counted from 0, the first seed) and doubtful at `risky`;
-    the second candidate is the true token there or also wrong.
+    Decode with drafts that are wrong at the new tokens `wrong` (the first seed is 0) and doubtful at `risky`.
+
+    Where the first candidate is wrong, the second one is the true token, or is wrong too.
     """
     prompt = PROMPTS[0]
     truth = true_token(prompt)
@@ -406,7 +407,10 @@ def test_verify_logits_do_not_depend_on_siblings() -> None:
         kv = cached(adapter, prompts)
         alone = [[adapter.causal(v, len(p))] for v, p in zip(verified, prompts, strict=True)]
         _, without = adapter.forward(alone, kv)
-        branches = [adapter.block([9, None, None], len(prompts[0]) + 2, 2), adapter.block([None] * 4, len(prompts[0]) + 4, 4)]
+        branches = [
+            adapter.block([9, None, None], len(prompts[0]) + 2, 2),
+            adapter.block([None] * 4, len(prompts[0]) + 4, 4),
+        ]
         plan, fused = adapter.forward([[*alone[0], *branches], alone[1]], kv)
         _, other = adapter.forward([[*alone[0], *branches[1:]], [*alone[1], adapter.block([6, None], 3, 1)]], kv)
     (start, end), (start_1, end_1) = plan.outputs[0][0], plan.outputs[1][0]

@@ -92,7 +92,7 @@ class ModelAdapter:
 
     @property
     def device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device  # type: ignore[return-value, union-attr]
+        return self.model.get_input_embeddings().weight.device  # type: ignore[return-value]
 
     @property
     def drafter(self) -> Drafter:
@@ -180,4 +180,4 @@ class ModelAdapter:
 
 def _ranked(ids: list[float]) -> list[int]:
     first, rest = int(ids[0]), ids[1:]
-    return [first] + [int(token) for token in rest if token != first][: len(rest) - 1]
+    return [first, *[int(token) for token in rest if token != first][: len(rest) - 1]]

@@ -1,12 +1,12 @@
 """The tree of exceptions. Catch `RecGuideError` for all of them.
 
-    RecGuideError
-    ├── ConfigError (ValueError)         an option's value is not allowed
-    ├── UnsupportedError (ValueError)    generate() was asked for something the strategy cannot honour
-    ├── InputError (ValueError)          a prompt that cannot be answered: empty, or longer than the context
-    ├── CheckpointError (ValueError)     weights that are missing, left over, or of another shape
-    ├── MissingDependencyError (ImportError)   an extra is not installed
-    └── LosslessError (AssertionError)   an output or a counter contradicts plain decoding: a fault of ours, please report
+RecGuideError
+├── ConfigError (ValueError)         an option's value is not allowed
+├── UnsupportedError (ValueError)    generate() was asked for something the strategy cannot honour
+├── InputError (ValueError)          a prompt that cannot be answered: empty, or longer than the context
+├── CheckpointError (ValueError)     weights that are missing, left over, or of another shape
+├── MissingDependencyError (ImportError)   an extra is not installed
+└── LosslessError (AssertionError)   an output or a counter contradicts plain decoding: a fault of ours, please report
 """
 
 

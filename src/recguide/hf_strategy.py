@@ -81,8 +81,8 @@ def attach(model: Any, generation_strategy: str | None = None, recguide_config: 
         model.generation_config._from_model_config = False
     if isinstance(model, type):
         if _PLAIN not in vars(model):
-            setattr(model, _PLAIN, model.generate)
-            model.generate = _generate_method
+            setattr(model, _PLAIN, getattr(model, "generate"))  # noqa: B009
+            setattr(model, "generate", _generate_method)  # noqa: B010
     elif not _is_attached(model):
         # A partial, not a bound method or a new class: it survives deepcopy, pickle and PEFT.
         model.generate = functools.partial(_generate_method, model)
@@ -93,7 +93,7 @@ def detach(model: Any) -> Any:
     """Undo [`attach`]; the defaults on `generation_config` go too. Returns the same `model`."""
     if isinstance(model, type):
         if _PLAIN in vars(model):
-            model.generate = getattr(model, _PLAIN)
+            setattr(model, "generate", getattr(model, _PLAIN))  # noqa: B010
             delattr(model, _PLAIN)
         return model
     if "generate" in vars(model) and _is_attached(model):
@@ -149,7 +149,9 @@ def generate_with_strategy(
     options = _first_of(recguide_config, OPTIONS, places)
     if strategy is None:
         if recguide_config is not None or recguide_hooks:
-            raise ConfigError(f"recguide options need a strategy: pass generation_strategy=, one of {', '.join(STRATEGIES)}.")
+            raise ConfigError(
+                f"recguide options need a strategy: pass generation_strategy=, one of {', '.join(STRATEGIES)}."
+            )
         return plain_generate(inputs, generation_config, *args, **kwargs)
     config = resolve_config(strategy, options)
     if args:
@@ -168,7 +170,9 @@ def resolve_config(strategy: str, options: dict[str, Any] | RecGuideConfig | Non
         return replace(options, strategy=strategy)
     given = dict(options or {})
     if given.setdefault("strategy", strategy) != strategy:
-        raise ConfigError(f"generation_strategy={strategy!r} and recguide_config's strategy={given['strategy']!r} disagree; give one.")
+        raise ConfigError(
+            f"generation_strategy={strategy!r} and recguide_config's strategy={given['strategy']!r} disagree; give one."
+        )
     return RecGuideConfig.from_options(given)
 
 
@@ -213,18 +217,33 @@ def _refuse_config(generation_config: GenerationConfig, processors: LogitsProces
         _refuse(f"num_beams={generation_config.num_beams}", "a request is one sequence. Use num_beams=1.")
     if (generation_config.num_return_sequences or 1) > 1:
         _refuse(f"num_return_sequences={generation_config.num_return_sequences}", "greedy decoding has one answer.")
-    for name in ("prompt_lookup_num_tokens", "penalty_alpha", "dola_layers", "constraints", "force_words_ids", "assistant_early_exit"):
+    for name in (
+        "prompt_lookup_num_tokens",
+        "penalty_alpha",
+        "dola_layers",
+        "constraints",
+        "force_words_ids",
+        "assistant_early_exit",
+    ):
         if getattr(generation_config, name, None):
             _refuse(f"{name}={getattr(generation_config, name)!r}", "it is another decoding method.")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(generation_config, name, None):
             _refuse(f"{name}=True", "a round computes them for drafted tokens too, in another shape.")
     if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
-        _refuse(f"cache_implementation={generation_config.cache_implementation!r}", "the cache must grow and crop. Use the dynamic one.")
+        _refuse(
+            f"cache_implementation={generation_config.cache_implementation!r}",
+            "the cache must grow and crop. Use the dynamic one.",
+        )
     if any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in processors):
         _refuse("guidance_scale", "its processor runs the model itself, one token at a time.")
-    if cache is not None and (type(cache) is not DynamicCache or any(type(layer) is not DynamicLayer for layer in cache.layers)):
-        _refuse(f"a {type(cache).__name__}", "the cache must be one that can be cropped and read by position: a DynamicCache.")
+    if cache is not None and (
+        type(cache) is not DynamicCache or any(type(layer) is not DynamicLayer for layer in cache.layers)
+    ):
+        _refuse(
+            f"a {type(cache).__name__}",
+            "the cache must be one that can be cropped and read by position: a DynamicCache.",
+        )
 
 
 def _take_stop_strings(
@@ -270,7 +289,9 @@ def _decode(
     adapter = ModelAdapter(model, resolve_backend())
     keep = generation_config.return_dict_in_generate
     recorder = ScoreRecorder(
-        len(prompts), scores=bool(keep and generation_config.output_scores), logits=bool(keep and generation_config.output_logits)
+        len(prompts),
+        scores=bool(keep and generation_config.output_scores),
+        logits=bool(keep and generation_config.output_logits),
     )
     eos, criteria = _eos_tokens(stopping_criteria), _other_criteria(stopping_criteria)
     alone = len(prompts) == 1
@@ -279,14 +300,20 @@ def _decode(
             id=row,
             tokens=prompt,
             max_new_tokens=generation_config.max_length - input_ids.shape[1],
-            stop=RowRule(input_ids[row, : padding[row]].tolist(), eos, criteria if alone else [c for c in criteria if _by_row(c)]),
+            stop=RowRule(
+                input_ids[row, : padding[row]].tolist(), eos, criteria if alone else [c for c in criteria if _by_row(c)]
+            ),
             choose=_token_choice(row, input_ids[row, : padding[row]], logits_processor, adapter, recorder),
         )
         for row, prompt in enumerate(prompts)
     ]
     pad = generation_config._pad_token_tensor
     columns = Columns(
-        batch, input_ids, 0 if pad is None else int(pad), [] if alone else [c for c in criteria if not _by_row(c)], streamer
+        batch,
+        input_ids,
+        0 if pad is None else int(pad),
+        [] if alone else [c for c in criteria if not _by_row(c)],
+        streamer,
     )
     kv = _kv_of(cache, padding) if cache is not None and cache.get_seq_length() > 0 else None
     result = decode(batch, adapter, config, eos, hooks, kv, after_round=columns.release)
@@ -299,9 +326,12 @@ def _decode(
     if not keep:
         return sequences
     length = sequences.shape[1] - input_ids.shape[1]
-    return GenerateDecoderOnlyOutput(
-        sequences=sequences, scores=recorder.scores(length), logits=recorder.logits(length), cache=cache
-    )
+    fields: dict[str, Any] = {
+        "sequences": sequences,
+        "scores": recorder.scores(length),
+        "logits": recorder.logits(length),
+    }
+    return GenerateDecoderOnlyOutput(**fields, cache=cache)
 
 
 def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
@@ -315,7 +345,9 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]
         if start == len(row):
             raise InputError(f"Row {number} of the batch is an empty prompt: its attention mask is all zeros.")
         if not all(mask[start:]):
-            raise InputError(f"Row {number}'s attention mask has zeros after its first token; expected left padding only.")
+            raise InputError(
+                f"Row {number}'s attention mask has zeros after its first token; expected left padding only."
+            )
         prompts.append(row[start:])
     return prompts
 
@@ -347,14 +379,16 @@ class RowRule:
         if self._criteria:
             ids = torch.tensor([self._padding + tokens])
             # Every criterion is asked, as in plain generate: one may count its calls.
-            stop = "stop" if any([_says_stop(c, ids)[0] for c in self._criteria]) else None
+            stop = "stop" if sum(_says_stop(c, ids)[0] for c in self._criteria) else None
         return "eos" if tokens[-1] in self._eos else stop
 
 
 def _says_stop(criterion: StoppingCriteria, ids: Tensor) -> list[bool]:
     """A criterion's answer for each row; one plain bool stands for all of them."""
     answer = criterion(ids, None)
-    return [answer] * ids.shape[0] if isinstance(answer, bool) else torch.as_tensor(answer).expand(ids.shape[0]).tolist()
+    return (
+        [answer] * ids.shape[0] if isinstance(answer, bool) else torch.as_tensor(answer).expand(ids.shape[0]).tolist()
+    )
 
 
 class ScoreRecorder:
@@ -400,7 +434,7 @@ def _token_choice(
     """
     if not processors and not recorder.active:
         return None
-    own = LogitsProcessorList(_for_row(p, row) for p in processors)
+    own: Any = LogitsProcessorList(_for_row(p, row) for p in processors)
     pads = padding.tolist()
 
     def choose(tokens: list[int], logits: Tensor) -> int:
@@ -432,7 +466,9 @@ class Columns:
     stop is taken back.
     """
 
-    def __init__(self, batch: list[Request], input_ids: Tensor, pad: int, criteria: list[StoppingCriteria], streamer: Any) -> None:
+    def __init__(
+        self, batch: list[Request], input_ids: Tensor, pad: int, criteria: list[StoppingCriteria], streamer: Any
+    ) -> None:
         self._batch = batch
         self._ids = input_ids
         self._pad = pad
@@ -470,7 +506,7 @@ class Columns:
         return torch.cat((self._ids, torch.tensor(padded, device=self._ids.device, dtype=self._ids.dtype)), dim=1)
 
 
-def _kv_of(cache: DynamicCache, padding: list[int]) -> DenseKV:
+def _kv_of(cache: Any, padding: list[int]) -> DenseKV:
     """The user's cache as ours, each row without its left padding."""
     kv = DenseKV(len(padding))
     for row, pads in enumerate(padding):

@@ -102,7 +102,9 @@ def _check_prompts(requests: Sequence[Request], adapter: ModelAdapter) -> None:
     context = getattr(adapter.model.config.get_text_config(), "max_position_embeddings", None)
     for row, request in enumerate(requests):
         if not request.tokens:
-            raise InputError(f"Row {row} of the batch is an empty prompt; expected at least one token. Give it a BOS token.")
+            raise InputError(
+                f"Row {row} of the batch is an empty prompt; expected at least one token. Give it a BOS token."
+            )
         if context is not None and len(request.tokens) > context:
             raise InputError(
                 f"Row {row}'s prompt has {len(request.tokens)} tokens; the model's context is {context}. Shorten the prompt."

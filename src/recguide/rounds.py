@@ -105,7 +105,9 @@ def run_round(batch: Sequence[Request], adapter: ModelAdapter, kv: KVCache, meth
     ]
     plan, predictions = adapter.forward(rows, kv, method.candidates)
     fused = any(choice.branches for choice in choices.values())
-    hooks.on_verify(_forward_record("fused" if fused else "verify", [batch[r] for r in live], plan.query_tokens, predictions))
+    hooks.on_verify(
+        _forward_record("fused" if fused else "verify", [batch[r] for r in live], plan.query_tokens, predictions)
+    )
 
     for row in live:
         record = _accept(batch[row], drafts[row], choices[row], plan.outputs[row], plan.tokens_of(row), predictions)
@@ -213,8 +215,20 @@ def _guesses(predictions: Predictions, start: int, end: int) -> tuple[Guess, ...
     )
 
 
-def _forward_record(kind: str, requests: Sequence[Request], query_tokens: int, predictions: Predictions) -> ForwardRecord:
+def _forward_record(
+    kind: str, requests: Sequence[Request], query_tokens: int, predictions: Predictions
+) -> ForwardRecord:
     return ForwardRecord(kind, tuple(request.id for request in requests), query_tokens, predictions.seconds)
 
 
-__all__ = ["NOTHING", "BranchKind", "Method", "Request", "StopRule", "TokenChoice", "draft_blocks", "prefill", "run_round"]
+__all__ = [
+    "NOTHING",
+    "BranchKind",
+    "Method",
+    "Request",
+    "StopRule",
+    "TokenChoice",
+    "draft_blocks",
+    "prefill",
+    "run_round",
+]

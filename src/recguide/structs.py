@@ -10,10 +10,10 @@ Words: the *seed* is a request's newest committed token, not yet in the KV cache
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 
-class BranchKind(str, Enum):
+class BranchKind(StrEnum):
     """Why a branch rides along: what it supposes about the verification it accompanies."""
 
     CORRECTION = "correction"
@@ -24,7 +24,7 @@ class BranchKind(str, Enum):
     """Exactly `depth` tokens are committed, whatever the bonus (the quadratic layout)."""
 
 
-class Outcome(str, Enum):
+class Outcome(StrEnum):
     """How a round ended; every round has exactly one."""
 
     PLAIN = "plain"
@@ -55,7 +55,7 @@ class Outcome(str, Enum):
     """The request ended in this round (EOS, a stop rule, or its length), so no branch could be used."""
 
 
-class DraftSource(str, Enum):
+class DraftSource(StrEnum):
     """Where a round's draft came from."""
 
     NONE = "none"

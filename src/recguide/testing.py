@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -16,9 +17,9 @@ from .segments import Plan, Segment
 MASK = 5
 
 
-def toy_config(vocab_size: int = 24, **changes: object) -> NemotronLabsDiffusionConfig:
+def toy_config(vocab_size: int = 24, **changes: Any) -> NemotronLabsDiffusionConfig:
     """An NLD config of two small layers with YaRN, query scaling, GQA and a query width that is not the hidden size."""
-    fields: dict[str, object] = {
+    fields: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -46,14 +47,15 @@ def toy_config(vocab_size: int = 24, **changes: object) -> NemotronLabsDiffusion
     return NemotronLabsDiffusionConfig(**(fields | changes))
 
 
-def toy_model(seed: int = 0, vocab_size: int = 24, **changes: object) -> NemotronLabsDiffusionModel:
+def toy_model(seed: int = 0, vocab_size: int = 24, **changes: Any) -> NemotronLabsDiffusionModel:
     """
     A random NLD model with a draft adapter that matters, fp32, in eval mode, without end-of-sequence tokens.
 
     Its output varies with its input, and a small vocabulary makes some of its drafts right by chance.
     """
     generator = torch.Generator().manual_seed(seed)
-    model = NemotronLabsDiffusionModel(toy_config(vocab_size, **changes)).eval()
+    model = NemotronLabsDiffusionModel(toy_config(vocab_size, **changes))
+    model.train(False)
     add_draft_adapter(model, DraftAdapterConfig(r=4, lora_alpha=16.0, target_modules=("o_proj",)))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -61,7 +63,6 @@ def toy_model(seed: int = 0, vocab_size: int = 24, **changes: object) -> Nemotro
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
     assert draft_adapter_of(model)
     return model
-
 
 
 class ScriptedDrafts(ModelAdapter):
@@ -97,7 +98,9 @@ class ScriptedDrafts(ModelAdapter):
 
     def _dictate(self, predictions: Predictions, i: int, position: int) -> None:
         token, margin = self._guess(position), self._margin(position)
-        second = self._alternative(position) if self._alternative else next(t for t in predictions.best[i] if t != token)
+        second = (
+            self._alternative(position) if self._alternative else next(t for t in predictions.best[i] if t != token)
+        )
         others = [t for t in predictions.best[i] if t not in (token, second)]
         predictions.best[i][:] = [token, second, *others][: len(predictions.best[i])]
         predictions.probabilities[i] = ((1 + margin) / 2, (1 - margin) / 2)

@@ -38,13 +38,15 @@ class TraceWriter(Hook):
     """
 
     def __init__(self, path: str | Path, header: dict[str, Any] | None = None) -> None:
-        self._file = Path(path).open("w", encoding="utf-8")
+        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - closed on exit
         self._write({"event": "trace", "version": VERSION, **(header or {})})
 
     def __enter__(self) -> TraceWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
 
     def on_prefill(self, record: ForwardRecord) -> None:
@@ -82,7 +84,9 @@ def read_trace(path: str | Path) -> Iterator[tuple[str, Record]]:
     if not isinstance(header, dict) or header.get("event") != "trace":
         raise InputError(f"{path} is not a recguide trace: its first line should be a trace header.")
     if header.get("version") != VERSION:
-        raise InputError(f"{path} is a trace of version {header.get('version')}; this recguide reads version {VERSION}.")
+        raise InputError(
+            f"{path} is a trace of version {header.get('version')}; this recguide reads version {VERSION}."
+        )
     for number, line in enumerate(lines[1:], start=2):
         if number == len(lines) and not line.endswith("\n"):
             return
@@ -102,9 +106,7 @@ def _record(line: dict[str, Any]) -> tuple[str, Record]:
         raise ValueError(f"unknown event {event!r}")
     fields = line | {
         "draft": _draft(line["draft"]),
-        "branches": tuple(
-            BranchRecord(_branch(b["branch"]), b["first"], _draft(b["draft"])) for b in line["branches"]
-        ),
+        "branches": tuple(BranchRecord(_branch(b["branch"]), b["first"], _draft(b["draft"])) for b in line["branches"]),
         "risky": tuple(line["risky"]),
         "committed": tuple(line["committed"]),
         "outcome": Outcome(line["outcome"]),

@@ -45,7 +45,9 @@ class SDPAForward:
         if self.to_padded is not None:
             query = query[:, self.to_padded]
         padded = query.view(heads, all_keys.shape[0], -1, size).transpose(0, 1)
-        out = F.scaled_dot_product_attention(padded, all_keys, all_values, attn_mask=self.mask, scale=scaling, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            padded, all_keys, all_values, attn_mask=self.mask, scale=scaling, enable_gqa=True
+        )
         flat = out.transpose(1, 2).reshape(-1, heads, size)
         return flat if self.to_packed is None else flat[self.to_packed]
 

@@ -12,7 +12,6 @@ from os import environ
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import RecGuideConfig
 from ..errors import ConfigError, LosslessError
@@ -97,8 +96,8 @@ def contenders(strategies: Sequence[str], block_sizes: Sequence[int], suites: Se
 
 
 def run(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    model: Any,
+    tokenizer: Any,
     tasks: dict[str, list[Task]],
     entries: list[Contender],
     max_new_tokens: int,
@@ -114,7 +113,12 @@ def run(
     try:
         for entry in entries:
             warm_up = chat_ids(tokenizer, tasks[entry.suite][0].prompt).to(model.device)
-            _generate(model, warm_up, 2 * max(4, entry.block_size), Contender(entry.strategy, entry.block_size, entry.suite).options())
+            _generate(
+                model,
+                warm_up,
+                2 * max(4, entry.block_size),
+                Contender(entry.strategy, entry.block_size, entry.suite).options(),
+            )
         for suite, suite_tasks in tasks.items():
             for task in suite_tasks:
                 ids = chat_ids(tokenizer, task.prompt).to(model.device)
@@ -132,13 +136,22 @@ def run(
         handle.remove()
 
 
-def _generate(model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int, options: dict[str, Any]) -> list[int]:
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, **options)
-    return output[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return, index]
+def _generate(model: Any, ids: torch.Tensor, max_new_tokens: int, options: dict[str, Any]) -> list[int]:
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, **options
+    )
+    new: list[int] = output[0, ids.shape[1] :].tolist()
+    return new
 
 
 def _note(
-    entry: Contender, task: Task, output: list[int], reference: list[int], wall: float, forwards: int, tokenizer: PreTrainedTokenizerBase
+    entry: Contender,
+    task: Task,
+    output: list[int],
+    reference: list[int],
+    wall: float,
+    forwards: int,
+    tokenizer: Any,
 ) -> None:
     entry.prompts += 1
     entry.new_tokens += len(output)
@@ -146,7 +159,10 @@ def _note(
     entry.right += bool(task.checks) and score(task, tokenizer.decode(output, skip_special_tokens=True))
     entry.plain_forwards.update({"prefill": 1, "decode": forwards - 1})
     if output != reference:
-        at = next((i for i, (a, b) in enumerate(zip(output, reference, strict=False)) if a != b), min(len(output), len(reference)))
+        at = next(
+            (i for i, (a, b) in enumerate(zip(output, reference, strict=False)) if a != b),
+            min(len(output), len(reference)),
+        )
         entry.different += 1
         entry.first_difference = entry.first_difference or f"prompt {entry.prompts} of {entry.suite}, new token {at}"
 
@@ -157,7 +173,9 @@ def check(entries: Sequence[Contender]) -> None:
         if entry.strategy not in OUTSIDE:
             entry.metrics.check()
             if entry.metrics.new_tokens != entry.new_tokens:
-                raise LosslessError(f"{entry.strategy}: the hooks saw {entry.metrics.new_tokens} new tokens, the output has {entry.new_tokens}.")
+                raise LosslessError(
+                    f"{entry.strategy}: the hooks saw {entry.metrics.new_tokens} new tokens, the output has {entry.new_tokens}."
+                )
     wrong = [f"{e.strategy} at block size {e.block_size} ({e.first_difference})" for e in entries if e.different]
     if wrong:
         raise LosslessError("Outputs differ from plain decoding: " + "; ".join(wrong) + ".")
@@ -171,15 +189,19 @@ def ratios(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
     labels = {label_of(r["strategy"], r["block_size"]): None for r in runs}
 
     def mean(label: str, key: str) -> float:
-        values = [r[key] for r in runs if label_of(r["strategy"], r["block_size"]) == label]
+        values: list[float] = [r[key] for r in runs if label_of(r["strategy"], r["block_size"]) == label]
         return sum(values) / len(values)
 
     found = {}
     for label in labels:
         strategy, _, size = label.partition("-")
         if strategy in ("recguide", "quadratic") and f"linear-{size}" in labels:
-            found[f"{label}/linear-{size} decode_tpf"] = _ratio(mean(label, "decode_tpf"), mean(f"linear-{size}", "decode_tpf"))
-            found[f"{label}/linear-{size} tokens_per_s"] = _ratio(mean(label, "tokens_per_s"), mean(f"linear-{size}", "tokens_per_s"))
+            found[f"{label}/linear-{size} decode_tpf"] = _ratio(
+                mean(label, "decode_tpf"), mean(f"linear-{size}", "decode_tpf")
+            )
+            found[f"{label}/linear-{size} tokens_per_s"] = _ratio(
+                mean(label, "tokens_per_s"), mean(f"linear-{size}", "tokens_per_s")
+            )
         for base in ("ar", "hf-generate"):
             if base in labels and label != base:
                 found[f"{label}/{base} tokens_per_s"] = _ratio(mean(label, "tokens_per_s"), mean(base, "tokens_per_s"))
@@ -191,7 +213,7 @@ def label_of(strategy: str, block_size: int) -> str:
     return strategy if strategy == "ar" or strategy in OUTSIDE else f"{strategy}-{block_size}"
 
 
-def environment(model_name: str, model: PreTrainedModel) -> dict[str, Any]:
+def environment(model_name: str, model: Any) -> dict[str, Any]:
     """What the figures depend on."""
     return {
         "recguide": version("recguide"),
@@ -220,5 +242,3 @@ def _processor() -> str:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-

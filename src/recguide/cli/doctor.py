@@ -12,7 +12,16 @@ import torch
 from ..attention import BACKENDS, resolve_backend
 from ..errors import RecGuideError
 
-PACKAGES = ("recguide", "torch", "transformers", "accelerate", "safetensors", "triton", "flashinfer-python", "reasoning-gym")
+PACKAGES = (
+    "recguide",
+    "torch",
+    "transformers",
+    "accelerate",
+    "safetensors",
+    "triton",
+    "flashinfer-python",
+    "reasoning-gym",
+)
 
 
 def diagnose() -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import typer
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from .. import attach, tiny_path
@@ -22,7 +22,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 errors = Console(stderr=True)
 
 
-def load(name: str, dtype: str, device: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(name: str, dtype: str, device: str, trust_remote_code: bool = False) -> tuple[Any, Any]:
     """
     A model that understands `generation_strategy`, and its tokenizer.
 
@@ -35,23 +35,29 @@ def load(name: str, dtype: str, device: str, trust_remote_code: bool = False) ->
         raise typer.BadParameter(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}.")
     path = tiny_path() if name == TINY else name
     if name == TINY and not Path(path, "config.json").is_file():
-        raise typer.BadParameter(f"This installation has no embedded model (expected it in {path}). Reinstall recguide.")
+        raise typer.BadParameter(
+            f"This installation has no embedded model (expected it in {path}). Reinstall recguide."
+        )
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], device_map=device, use_safetensors=True, **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=DTYPES[dtype], device_map=device, use_safetensors=True, **options
+    )
     tokenizer = AutoTokenizer.from_pretrained(path, **options)
     return attach(model).eval(), tokenizer
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> torch.Tensor:
+def chat_ids(tokenizer: Any, prompt: str) -> torch.Tensor:
     """`int64[1, T]`: the prompt as a chat message where the tokenizer has a chat template, else as it is."""
     if tokenizer.chat_template is None:
-        return tokenizer(prompt, return_tensors="pt")["input_ids"]  # type: ignore[no-any-return, return-value]
+        plain: torch.Tensor = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        return plain
     messages = [{"role": "user", "content": prompt}]
     encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    return encoded["input_ids"]  # type: ignore[no-any-return, index, return-value, call-overload]
+    ids: torch.Tensor = encoded["input_ids"]
+    return ids
 
 
 @contextmanager

@@ -25,15 +25,20 @@ from ..tiny.tasks import FAMILIES, Task, make_task
 from ..trace import TraceWriter
 from . import benchmark
 from .doctor import diagnose
-from .loading import TINY, chat_ids, load, readable_errors
+from .loading import TINY, chat_ids, errors, load, readable_errors
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
-    "One language model drafts and checks its own text: several times faster, not a letter changed."
-))
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help=("One language model drafts and checks its own text: several times faster, not a letter changed."),
+)
 out = Console()
 
 ModelOption = Annotated[str, typer.Option("--model", help=f"{TINY} (embedded), a directory, or a hub name.")]
-DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16 or float16. Equality with plain decoding holds in float32.")]
+DtypeOption = Annotated[
+    str, typer.Option(help="float32, bfloat16 or float16. Equality with plain decoding holds in float32.")
+]
 DeviceOption = Annotated[str, typer.Option(help="As in device_map: cpu, cuda, auto.")]
 
 
@@ -112,7 +117,9 @@ def quickstart(
 
 @app.command()
 def bench(
-    strategies: Annotated[str, typer.Option(help=", ".join((*benchmark.OURS, *benchmark.OUTSIDE)))] = "ar,linear,quadratic,recguide,hf-generate,hf-prompt-lookup",
+    strategies: Annotated[
+        str, typer.Option(help=", ".join((*benchmark.OURS, *benchmark.OUTSIDE)))
+    ] = "ar,linear,quadratic,recguide,hf-generate,hf-prompt-lookup",
     block_size: Annotated[str, typer.Option(help="One or several, with commas.")] = "16",
     suite: Annotated[str, typer.Option(help=", ".join(FAMILIES))] = ",".join(FAMILIES),
     split: Annotated[str, typer.Option(help="test (unseen seeds) or unseen (unseen templates).")] = "test",
@@ -138,7 +145,14 @@ def bench(
         loaded, tokenizer = load(model, dtype, device)
         if threads:
             torch.set_num_threads(threads)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        errors.print(f"{len(entries)} runs of {prompts} prompts, side by side.", highlight=False)
         interrupted = False
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -158,7 +172,10 @@ def bench(
             }
             _write(json_file, record)
         if interrupted:
-            out.print(f"[yellow]Interrupted.[/yellow] {sum(r['prompts'] for r in runs)} finished runs" + (f" are in {json_file}." if json_file else "."))
+            out.print(
+                f"[yellow]Interrupted.[/yellow] {sum(r['prompts'] for r in runs)} finished runs"
+                + (f" are in {json_file}." if json_file else ".")
+            )
             raise typer.Exit(130)
         try:
             benchmark.check(entries)
@@ -172,8 +189,12 @@ def bench(
 
 @app.command("train-tiny")
 def train_tiny(
-    output: Annotated[Path, typer.Option(help="Checkpoints, history and the finished model; an interrupted run goes on from here.")] = Path("runs/tiny"),
-    steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps of the recipe, for a trial.")] = None,
+    output: Annotated[
+        Path, typer.Option(help="Checkpoints, history and the finished model; an interrupted run goes on from here.")
+    ] = Path("runs/tiny"),
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Stop after so many steps of the recipe, for a trial.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     """Train the embedded model by the committed recipe."""
@@ -198,7 +219,18 @@ def doctor() -> None:
 
 def _summary(runs: list[dict[str, Any]], accuracy: bool) -> Table:
     table = Table(title="decode figures leave the prefill out")
-    columns = ["suite", "strategy", "tokens / forward", "e2e", "tau", "reused", "query tokens", "tokens / s", "host", "equal to AR"]
+    columns = [
+        "suite",
+        "strategy",
+        "tokens / forward",
+        "e2e",
+        "tau",
+        "reused",
+        "query tokens",
+        "tokens / s",
+        "host",
+        "equal to AR",
+    ]
     for name in columns + (["accuracy"] if accuracy else []):
         table.add_column(name, justify="left" if name in ("suite", "strategy") else "right")
     for r in runs:

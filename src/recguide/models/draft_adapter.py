@@ -73,13 +73,21 @@ class DraftAdapterConfig:
     def read(cls, directory: Path) -> DraftAdapterConfig:
         path = directory / "adapter_config.json"
         if not path.is_file():
-            raise CheckpointError(f"The draft adapter {directory} has no adapter_config.json; expected a PEFT LoRA directory.")
+            raise CheckpointError(
+                f"The draft adapter {directory} has no adapter_config.json; expected a PEFT LoRA directory."
+            )
         raw: dict[str, Any] = json.loads(path.read_text())
         for key, plain in (("use_dora", False), ("use_rslora", False), ("bias", "none"), ("modules_to_save", None)):
             if raw.get(key) not in (plain, None):
-                raise CheckpointError(f"{path}: {key}={raw[key]!r} is not supported; expected a plain LoRA ({key}={plain!r}).")
+                raise CheckpointError(
+                    f"{path}: {key}={raw[key]!r} is not supported; expected a plain LoRA ({key}={plain!r})."
+                )
         targets = raw["target_modules"]
-        return cls(r=raw["r"], lora_alpha=raw["lora_alpha"], target_modules=(targets,) if isinstance(targets, str) else tuple(targets))
+        return cls(
+            r=raw["r"],
+            lora_alpha=raw["lora_alpha"],
+            target_modules=(targets,) if isinstance(targets, str) else tuple(targets),
+        )
 
 
 def add_draft_adapter(model: nn.Module, config: DraftAdapterConfig) -> dict[str, LoraDelta]:
@@ -96,14 +104,20 @@ def add_draft_adapter(model: nn.Module, config: DraftAdapterConfig) -> dict[str,
             module.add_module(SUBMODULE, delta)
             deltas[path] = delta
     if not deltas:
-        raise CheckpointError(f"No linear layer of the model is named {' or '.join(config.target_modules)}; the draft adapter fits another model.")
+        raise CheckpointError(
+            f"No linear layer of the model is named {' or '.join(config.target_modules)}; the draft adapter fits another model."
+        )
     return deltas
 
 
 def draft_adapter_of(model: nn.Module) -> dict[str, LoraDelta]:
     """The deltas that `model` carries, by the path of their linear layer; empty without a draft adapter."""
     suffix = f".{SUBMODULE}"
-    return {path.removesuffix(suffix): m for path, m in model.named_modules() if path.endswith(suffix) and isinstance(m, LoraDelta)}
+    return {
+        path.removesuffix(suffix): m
+        for path, m in model.named_modules()
+        if path.endswith(suffix) and isinstance(m, LoraDelta)
+    }
 
 
 def load_draft_adapter(model: nn.Module, directory: str | Path, renames: dict[str, str]) -> None:
@@ -122,10 +136,12 @@ def load_draft_adapter(model: nn.Module, directory: str | Path, renames: dict[st
     config = DraftAdapterConfig.read(directory)
     weights = directory / "adapter_model.safetensors"
     if not weights.is_file():
-        raise CheckpointError(f"The draft adapter {directory} has no adapter_model.safetensors (only safetensors files are read).")
+        raise CheckpointError(
+            f"The draft adapter {directory} has no adapter_model.safetensors (only safetensors files are read)."
+        )
     found: dict[str, Tensor] = {}
     with safe_open(weights, framework="pt") as file:
-        for key in file.keys():
+        for key in file.keys():  # noqa: SIM118 - a safetensors file, not a dict
             path = key.removeprefix("base_model.model.")
             for released, ours in renames.items():
                 if path.startswith(released):
@@ -133,15 +149,23 @@ def load_draft_adapter(model: nn.Module, directory: str | Path, renames: dict[st
             found[path] = file.get_tensor(key)
 
     deltas = add_draft_adapter(model, config)
-    expected = {f"{path}.{name}.weight": getattr(delta, name).weight for path, delta in deltas.items() for name in ("lora_A", "lora_B")}
-    problems = [f"missing {key}" for key in expected.keys() - found.keys()] + [f"unexpected {key}" for key in found.keys() - expected.keys()]
+    expected = {
+        f"{path}.{name}.weight": getattr(delta, name).weight
+        for path, delta in deltas.items()
+        for name in ("lora_A", "lora_B")
+    }
+    problems = [f"missing {key}" for key in expected.keys() - found.keys()] + [
+        f"unexpected {key}" for key in found.keys() - expected.keys()
+    ]
     problems += [
         f"{key} has shape {tuple(found[key].shape)}, expected {tuple(expected[key].shape)}"
         for key in expected.keys() & found.keys()
         if found[key].shape != expected[key].shape
     ]
     if problems:
-        raise CheckpointError(f"The draft adapter {directory} does not fit the model: " + "; ".join(sorted(problems)) + ".")
+        raise CheckpointError(
+            f"The draft adapter {directory} does not fit the model: " + "; ".join(sorted(problems)) + "."
+        )
     with torch.no_grad():
         for key, parameter in expected.items():
             parameter.copy_(found[key])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,16 +49,16 @@ class Batch:
     adapter: Tensor
 
 
-def documents(tokenizer: object, family_weights: dict[str, float], split: str, seed: int) -> Iterator[Document]:
+def documents(tokenizer: Any, family_weights: dict[str, float], split: str, seed: int) -> Iterator[Document]:
     """An endless stream of tokenized documents; the n-th document of a (split, seed) is always the same."""
     rng = np.random.default_rng(seed)
-    next_index = {family: seed * 10_000_000 for family in FAMILIES}
+    next_index = dict.fromkeys(FAMILIES, seed * 10_000_000)
     prose = _endless_prose()
     weights = np.array([family_weights[family] for family in FAMILIES], dtype=float)
     weights /= weights.sum()
     while True:
         if split == "train" and rng.random() < PROSE_SHARE:
-            ids = tokenizer(next(prose)).input_ids[:200]  # type: ignore[operator]
+            ids = tokenizer(next(prose)).input_ids[:200]
             yield Document(ids, answer_start=0)
             continue
         family = FAMILIES[int(rng.choice(len(FAMILIES), p=weights))]
@@ -66,9 +67,9 @@ def documents(tokenizer: object, family_weights: dict[str, float], split: str, s
         yield encode(tokenizer, task.prompt, task.answer)
 
 
-def encode(tokenizer: object, prompt: str, answer: str) -> Document:
-    head = tokenizer(f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n").input_ids  # type: ignore[operator]
-    tail = tokenizer(f"{answer}<|im_end|>").input_ids  # type: ignore[operator]
+def encode(tokenizer: Any, prompt: str, answer: str) -> Document:
+    head = tokenizer(f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n").input_ids
+    tail = tokenizer(f"{answer}<|im_end|>").input_ids
     return Document(head + tail, answer_start=len(head))
 
 
@@ -78,7 +79,12 @@ def _endless_prose() -> Iterator[str]:
 
 
 def batches(
-    stream: Iterator[Document], shape: Shape, mask_id: int, pad_id: int, seed: int, block_sizes: tuple[int, ...] = BLOCK_SIZES
+    stream: Iterator[Document],
+    shape: Shape,
+    mask_id: int,
+    pad_id: int,
+    seed: int,
+    block_sizes: tuple[int, ...] = BLOCK_SIZES,
 ) -> Iterator[Batch]:
     """Endless batches of `shape` from `stream`. One block size a batch, so that shapes stay fixed."""
     rng = np.random.default_rng(seed)
@@ -104,7 +110,9 @@ def _pack(stream: Iterator[Document], waiting: list[Document], room: int) -> lis
     return row
 
 
-def _row(documents: list[Document], shape: Shape, block_size: int, mask_id: int, pad_id: int, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+def _row(
+    documents: list[Document], shape: Shape, block_size: int, mask_id: int, pad_id: int, rng: np.random.Generator
+) -> tuple[np.ndarray, ...]:
     length, total = shape.clean, shape.clean + shape.blocks
     ids = np.full(total, pad_id)
     positions = np.zeros(total, dtype=np.int64)
@@ -141,7 +149,7 @@ def _row(documents: list[Document], shape: Shape, block_size: int, mask_id: int,
         ids[place] = np.where(masked | ~inside, mask_id, tokens)
         positions[place] = positions[start] + np.arange(block_size)
         labels[place] = np.where(masked & inside, tokens, IGNORE)
-        visible[place, : length] = (clean_owner == clean_owner[start]) & (index < start)
+        visible[place, :length] = (clean_owner == clean_owner[start]) & (index < start)
         visible[place[0] : place[-1] + 1, place[0] : place[-1] + 1] = True
     visible[np.arange(total), np.arange(total)] = True
     return ids, positions, labels, visible

@@ -22,7 +22,8 @@ def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
     for _ in range(iterations):
         gram = x @ x.mT
         x = a * x + torch.baddbmm(b * gram, gram, gram, beta=1.0, alpha=c) @ x
-    return x.mT if tall else x
+    result: Tensor = x.mT if tall else x
+    return result
 
 
 class Muon(torch.optim.Optimizer):
@@ -34,7 +35,9 @@ class Muon(torch.optim.Optimizer):
         lr (`float`): comparable to AdamW's. weight_decay, momentum (`float`).
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float = 0.0, momentum: float = 0.95) -> None:
+    def __init__(
+        self, params: Iterable[nn.Parameter], lr: float, weight_decay: float = 0.0, momentum: float = 0.95
+    ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()

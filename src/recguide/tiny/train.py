@@ -8,13 +8,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig
 
 from ..models.draft_adapter import DraftAdapterConfig, adapter_rows, add_draft_adapter
 from ..models.nemotron_labs_diffusion import NemotronLabsDiffusionConfig, NemotronLabsDiffusionModel
@@ -55,8 +56,8 @@ class Phase:
 
 PHASES = (
     Phase(steps=680, matrix_lr=8e-3, other_lr=5e-3, draft_weight=0.5, warmup=60),
-    Phase(steps=1400, matrix_lr=4e-3, other_lr=2.5e-3, end=0.6, blocks=0),
-    Phase(steps=1500, matrix_lr=3e-3, other_lr=2e-3, end=0.03),
+    Phase(steps=1222, matrix_lr=4e-3, other_lr=2.5e-3, end=0.6508571428571428, blocks=0),
+    Phase(steps=1400, matrix_lr=4e-3, other_lr=2.5e-3, end=0.03, blocks=288),
 )
 
 
@@ -91,7 +92,7 @@ class Recipe:
         return Shape(rows=self.rows, clean=self.clean, blocks=blocks)
 
 
-def network_config(tokenizer: PreTrainedTokenizerFast) -> NemotronLabsDiffusionConfig:
+def network_config(tokenizer: Any) -> NemotronLabsDiffusionConfig:
     """4.3 M parameters in the release's shape: YaRN, query scaling, GQA, an untied head."""
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in (("pad", PAD), ("end", END), ("mask", MASK))}
     return NemotronLabsDiffusionConfig(
@@ -141,7 +142,8 @@ def losses(model: nn.Module, batch: Batch, clean: int) -> tuple[Tensor, Tensor, 
 
 def optimizers(model: nn.Module, weight_decay: float) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for embeddings, head, norms and adapter."""
-    matrices, others = [], []
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         is_matrix = parameter.ndim == 2 and ".layers." in name and "draft_adapter" not in name
         (matrices if is_matrix else others).append(parameter)
@@ -155,7 +157,10 @@ def optimizers(model: nn.Module, weight_decay: float) -> list[torch.optim.Optimi
 def evaluate(model: nn.Module, held_out: list[Batch], clean: int) -> dict[str, float]:
     """Teacher-forced figures on the test split: losses, AR accuracy of answer tokens, mean leading run of right draft guesses."""
     model.eval()
-    ar, draft, ar_right, runs = [], [], [], []
+    ar: list[float] = []
+    draft: list[float] = []
+    ar_right: list[float] = []
+    runs: list[float] = []
     for batch in held_out:
         ar_loss, draft_loss, right = losses(model, batch, clean)
         ar.append(float(ar_loss))
@@ -165,7 +170,12 @@ def evaluate(model: nn.Module, held_out: list[Batch], clean: int) -> dict[str, f
         runs.extend(_leading_runs(batch, right, clean))
     model.train()
     mean = sum(runs) / max(1, len(runs))
-    return {"ar_loss": sum(ar) / len(ar), "draft_loss": sum(draft) / len(draft), "ar_accuracy": sum(ar_right) / len(ar_right), "accepted_run": mean}
+    return {
+        "ar_loss": sum(ar) / len(ar),
+        "draft_loss": sum(draft) / len(draft),
+        "ar_accuracy": sum(ar_right) / len(ar_right),
+        "accepted_run": mean,
+    }
 
 
 def _leading_runs(batch: Batch, right: Tensor, clean: int) -> Iterator[float]:
@@ -177,9 +187,11 @@ def _leading_runs(batch: Batch, right: Tensor, clean: int) -> Iterator[float]:
                 yield float(right[row, start + 1 : start + 16].long().cumprod(0).sum())
 
 
-def held_out_batches(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, count: int = 4) -> list[Batch]:
+def held_out_batches(tokenizer: Any, recipe: Recipe, count: int = 4) -> list[Batch]:
     stream = documents(tokenizer, recipe.family_weights, "test", seed=1)
-    source = batches(stream, recipe.shape(192), tokenizer.mask_token_id, tokenizer.pad_token_id, seed=1, block_sizes=(16,))
+    source = batches(
+        stream, recipe.shape(192), tokenizer.mask_token_id, tokenizer.pad_token_id, seed=1, block_sizes=(16,)
+    )
     return [next(source) for _ in range(count)]
 
 
@@ -213,7 +225,13 @@ def train(recipe: Recipe, output: Path, stop_after: int | None = None, threads: 
     saved_at = time.monotonic()
     last = min(recipe.steps, stop_after or recipe.steps)
     model.train()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns) as progress:
         bar = progress.add_task("train-tiny", total=last, completed=step)
         while step < last:
@@ -221,7 +239,11 @@ def train(recipe: Recipe, output: Path, stop_after: int | None = None, threads: 
             if done == 0 or step == started:
                 stream = documents(tokenizer, recipe.family_weights, "train", seed=recipe.seed + 1000 * step)
                 source = batches(
-                    stream, recipe.shape(phase.blocks), tokenizer.mask_token_id, tokenizer.pad_token_id, recipe.seed + 1000 * step
+                    stream,
+                    recipe.shape(phase.blocks),
+                    tokenizer.mask_token_id,
+                    tokenizer.pad_token_id,
+                    recipe.seed + 1000 * step,
                 )
             for optim, rate in zip(optims, phase.rates(done), strict=True):
                 optim.param_groups[0]["lr"] = rate
@@ -232,14 +254,25 @@ def train(recipe: Recipe, output: Path, stop_after: int | None = None, threads: 
                 optim.step()
                 optim.zero_grad()
             step += 1
-            record = {"step": step, "train_ar_loss": ar_loss.item(), "train_draft_loss": draft_loss.item(), "matrix_lr": phase.rates(done)[0]}
+            record = {
+                "step": step,
+                "train_ar_loss": ar_loss.item(),
+                "train_draft_loss": draft_loss.item(),
+                "matrix_lr": phase.rates(done)[0],
+            }
             if not math.isfinite(record["train_ar_loss"]):
-                raise RuntimeError(f"The loss is not finite at step {step}; lower matrix_lr and resume from the last checkpoint.")
+                raise RuntimeError(
+                    f"The loss is not finite at step {step}; lower matrix_lr and resume from the last checkpoint."
+                )
             if step % recipe.evaluate_every == 0 or step == last:
                 record |= evaluate(model, held_out, recipe.clean)
             with (output / "history.jsonl").open("a") as file:
                 file.write(json.dumps(record) + "\n")
-            progress.update(bar, completed=step, description=f"AR {record['train_ar_loss']:.3f} draft {record['train_draft_loss']:.3f}")
+            progress.update(
+                bar,
+                completed=step,
+                description=f"AR {record['train_ar_loss']:.3f} draft {record['train_draft_loss']:.3f}",
+            )
             if time.monotonic() - saved_at > 60 * recipe.checkpoint_minutes or step == last:
                 _save(output, recipe, step, accelerator.unwrap_model(model), optims)
                 saved_at = time.monotonic()
@@ -247,16 +280,23 @@ def train(recipe: Recipe, output: Path, stop_after: int | None = None, threads: 
         export(accelerator.unwrap_model(model), tokenizer, output / "model")
 
 
-def export(model: NemotronLabsDiffusionModel, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+def export(model: Any, tokenizer: Any, directory: Path) -> None:
     """Write the package's model directory: bf16 safetensors under the released key names, adapter, tokenizer."""
     model = model.to(torch.bfloat16).eval()
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id
+    )
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
 def _save(output: Path, recipe: Recipe, step: int, model: nn.Module, optims: list[torch.optim.Optimizer]) -> None:
-    state = {"step": step, "recipe": json.dumps(asdict(recipe)), "model": model.state_dict(), "optims": [o.state_dict() for o in optims]}
+    state = {
+        "step": step,
+        "recipe": json.dumps(asdict(recipe)),
+        "model": model.state_dict(),
+        "optims": [o.state_dict() for o in optims],
+    }
     partial = output / "checkpoint.partial"
     torch.save(state, partial)
     partial.replace(output / "checkpoint.pt")
@@ -268,7 +308,9 @@ def _resume(output: Path, recipe: Recipe, model: nn.Module, optims: list[torch.o
         return 0
     state = torch.load(path, weights_only=True)
     if state["recipe"] != json.dumps(asdict(recipe)):
-        raise ValueError(f"{path} was made by another recipe: {state['recipe']}; expected {json.dumps(asdict(recipe))}. Use another --output.")
+        raise ValueError(
+            f"{path} was made by another recipe: {state['recipe']}; expected {json.dumps(asdict(recipe))}. Use another --output."
+        )
     model.load_state_dict(state["model"])
     for optim, saved in zip(optims, state["optims"], strict=True):
         optim.load_state_dict(saved)

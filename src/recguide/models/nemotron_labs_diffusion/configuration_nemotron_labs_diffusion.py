@@ -9,7 +9,7 @@ from transformers import Ministral3Config
 
 
 @strict
-class NemotronLabsDiffusionConfig(Ministral3Config):  # type: ignore[misc]
+class NemotronLabsDiffusionConfig(Ministral3Config):
     r"""
     Configuration of [`NemotronLabsDiffusionModel`]; the defaults are those of the 8B release.
 
@@ -38,7 +38,7 @@ class NemotronLabsDiffusionConfig(Ministral3Config):  # type: ignore[misc]
         paradigms = ("bidirectional", "autoregressive", "block_diff")
         if self.dlm_paradigm not in paradigms:
             raise ValueError(f"dlm_paradigm must be one of {', '.join(paradigms)}; got {self.dlm_paradigm!r}.")
-        super().__post_init__(**kwargs)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 
 
 __all__ = ["NemotronLabsDiffusionConfig"]

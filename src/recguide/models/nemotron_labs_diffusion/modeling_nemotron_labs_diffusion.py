@@ -31,7 +31,7 @@ register_checkpoint_conversion_mapping(
 )
 
 
-class NemotronLabsDiffusionModel(Ministral3ForCausalLM):  # type: ignore[misc]
+class NemotronLabsDiffusionModel(Ministral3ForCausalLM):
     """
     The NLD language model with its head. Plain calls and plain `generate()` are the autoregressive model.
 
@@ -54,21 +54,28 @@ class NemotronLabsDiffusionModel(Ministral3ForCausalLM):  # type: ignore[misc]
         """
         wants_info = kwargs.pop("output_loading_info", False)
         key_mapping = {r"^language_model\.": "", **(kwargs.pop("key_mapping", None) or {})}
-        model, info = super().from_pretrained(
+        loaded: Any = super().from_pretrained(
             pretrained_model_name_or_path, *args, output_loading_info=True, key_mapping=key_mapping, **kwargs
         )
-        problems = [f"{kind.removesuffix('_keys')} {key}" for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in sorted(map(str, info[kind]))]
+        model, info = loaded
+        problems = [
+            f"{kind.removesuffix('_keys')} {key}"
+            for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+            for key in sorted(map(str, info[kind]))
+        ]
         if problems:
-            raise CheckpointError(f"{pretrained_model_name_or_path} is not a complete NLD checkpoint: {'; '.join(problems)}.")
+            raise CheckpointError(
+                f"{pretrained_model_name_or_path} is not a complete NLD checkpoint: {'; '.join(problems)}."
+            )
         if directory := _adapter_directory(pretrained_model_name_or_path, kwargs):
             load_draft_adapter(model, directory, ADAPTER_RENAMES)
         return (model, info) if wants_info else model
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Save in the release's layout: released key names, the draft adapter in `linear_spec_lora/`."""
         state: dict[str, Tensor] = kwargs.pop("state_dict", None) or self.state_dict()
         base = {key: value for key, value in state.items() if f".{SUBMODULE}." not in key}
-        super().save_pretrained(save_directory, *args, state_dict=base, **kwargs)
+        super().save_pretrained(save_directory, state_dict=base, **kwargs)
         if draft_adapter_of(self):
             save_draft_adapter(self, Path(save_directory) / ADAPTER_DIRECTORY, ADAPTER_RENAMES)
 
@@ -78,7 +85,11 @@ def _adapter_directory(name_or_path: Any, kwargs: dict[str, Any]) -> Path | None
     local = Path(name_or_path) / ADAPTER_DIRECTORY
     if Path(name_or_path).is_dir():
         return local if local.is_dir() else None
-    hub = {key: kwargs[key] for key in ("cache_dir", "revision", "token", "local_files_only", "force_download") if key in kwargs}
+    hub = {
+        key: kwargs[key]
+        for key in ("cache_dir", "revision", "token", "local_files_only", "force_download")
+        if key in kwargs
+    }
     found = [
         cached_file(name_or_path, name, subfolder=ADAPTER_DIRECTORY, _raise_exceptions_for_missing_entries=False, **hub)
         for name in ("adapter_config.json", "adapter_model.safetensors")

@@ -9,6 +9,7 @@ from functools import cache, partial
 from random import Random
 from typing import Any
 
+from ...errors import MissingDependencyError
 from .task import Task, Template
 
 # Generators of reasoning_gym's `gsm_symbolic` whose worked solutions are sound and need integers only.
@@ -41,9 +42,9 @@ def templates() -> tuple[Template, ...]:
 @cache
 def _gsm_generators() -> dict[int, Callable[[Random, float], dict[str, Any]]]:
     try:
-        from reasoning_gym.arithmetic.gsm_symbolic import gsm_symbolic  # type: ignore[import-untyped, unused-ignore]
+        from reasoning_gym.arithmetic.gsm_symbolic import gsm_symbolic  # type: ignore[import-untyped,unused-ignore]
     except ImportError as error:
-        raise ImportError('the math tasks need reasoning_gym: pip install "recguide[train]"') from error
+        raise MissingDependencyError('The math tasks need reasoning-gym: pip install "recguide[train]".') from error
     generators: dict[int, Callable[[Random, float], dict[str, Any]]] = gsm_symbolic.GSMSymbolicDataset(
         gsm_symbolic.GSMSymbolicDatasetConfig(seed=0, size=1)
     ).generators

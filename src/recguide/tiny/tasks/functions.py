@@ -372,7 +372,7 @@ def _pairs(rng: Random) -> _Function:
     keep, total = _condition(rng), _aggregate(rng)
 
     def trace(left: list[int], right: list[int]) -> tuple[Steps, Any]:
-        pairs = [combine(a, b) for a, b in zip(left, right)]
+        pairs = [combine(a, b) for a, b in zip(left, right, strict=False)]
         kept = list(filter(keep.apply, pairs))
         return [("pairs", pairs), ("kept", kept)], total.apply(kept)
 

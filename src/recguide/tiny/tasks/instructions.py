@@ -245,7 +245,7 @@ def _packing(rng: Random) -> _Draft:
 def _visitors(rng: Random) -> _Draft:
     place = rng.choice(tuple(_PLACES))
     animals = rng.sample(tuple(_ANIMALS), rng.randint(3, 5))
-    names = dict(zip(animals, rng.sample(_NAMES, len(animals))))
+    names = dict(zip(animals, rng.sample(_NAMES, len(animals)), strict=True))
     order = sorted(animals)
     items = [f"- {a}: {names[a]} is {_ANIMALS[a][0]} and says that {_ANIMALS[a][2]}." for a in order]
     parts = ((f"These guests came to the {place} where {_PLACES[place][0]}:",), *((item,) for item in items))

@@ -43,7 +43,7 @@ def score(task: Task, output: str) -> bool:
 
 def score_many(tasks: Iterable[Task], outputs: Iterable[str]) -> list[bool]:
     """``score`` for each pair of a task and its output."""
-    return [score(task, output) for task, output in zip(tasks, outputs)]
+    return [score(task, output) for task, output in zip(tasks, outputs, strict=True)]
 
 
 def _is_test(prompt: str) -> bool:
