@@ -81,8 +81,13 @@ class ModelAdapter:
         self.model = model
         self.backend = backend
         config = model.config.get_text_config()
-        known = FAMILIES.get(config.model_type)
-        self._drafter = drafter or (known(model) if known else None)
+        self._drafter, self._refusal = drafter, None
+        if drafter is None and config.model_type in FAMILIES:
+            try:
+                self._drafter = FAMILIES[config.model_type](model)
+            except CheckpointError as error:
+                # Plain decoding needs no drafter, so only whoever asks for it hears of this.
+                self._refusal = error
         self._excluded = list(self._drafter.excluded_token_ids) if self._drafter else []
 
     @property
@@ -96,7 +101,9 @@ class ModelAdapter:
 
     @property
     def drafter(self) -> Drafter:
-        """The drafter; raises [`UnsupportedError`] for a model that has none."""
+        """The drafter; raises [`UnsupportedError`] for a model that has none, [`CheckpointError`] for one that lacks a part."""
+        if self._refusal is not None:
+            raise self._refusal
         if self._drafter is None:
             raise UnsupportedError(
                 f"{type(self.model).__name__} (model_type={self.model.config.model_type!r}) has no drafter: it can only decode with "

@@ -66,7 +66,7 @@ def generate(
     Raises:
         InputError: a prompt is empty, or longer than the model's context.
     """
-    _check_prompts(requests, adapter)
+    _check_prompts(requests, adapter, kv)
     method = method_of(config, eos)
     if config.strategy != "ar":
         adapter.drafter  # noqa: B018 - a model that cannot draft is refused before any work
@@ -86,9 +86,7 @@ def generate(
             request.finished = request.finished or "error"
         raise
     finally:
-        for request in started:
-            new = len(request.tokens) - request.prompt_tokens
-            observers.on_finish(FinishRecord(request.id, request.finished or "error", request.prompt_tokens, new))
+        _tell_ends(started, observers)
     return Result(tuple(requests), kv)
 
 
@@ -98,12 +96,31 @@ def _capacity(requests: Sequence[Request], config: RecGuideConfig) -> int:
     return longest + 4 * config.block_size
 
 
-def _check_prompts(requests: Sequence[Request], adapter: ModelAdapter) -> None:
+def _tell_ends(requests: Sequence[Request], hooks: Hook) -> None:
+    """Every request's end is told, whatever the hooks raise; the first exception then gets out."""
+    failure: BaseException | None = None
+    for request in requests:
+        new = len(request.tokens) - request.prompt_tokens
+        try:
+            hooks.on_finish(FinishRecord(request.id, request.finished or "error", request.prompt_tokens, new))
+        except BaseException as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def _check_prompts(requests: Sequence[Request], adapter: ModelAdapter, kv: DenseKV | None) -> None:
+    if not requests:
+        raise InputError("There is no prompt to answer; expected at least one request.")
     context = getattr(adapter.model.config.get_text_config(), "max_position_embeddings", None)
     for row, request in enumerate(requests):
         if not request.tokens:
             raise InputError(
                 f"Row {row} of the batch is an empty prompt; expected at least one token. Give it a BOS token."
+            )
+        if kv is not None and kv.lengths[row] >= len(request.tokens):
+            raise InputError(
+                f"Row {row}'s cache holds {kv.lengths[row]} tokens of a prompt of {len(request.tokens)}; one at least must be new."
             )
         if context is not None and len(request.tokens) > context:
             raise InputError(

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from .acceptance import hit_branch, name_outcome
 from .adapter import ModelAdapter, Predictions
-from .branching import NOTHING, BranchingRule
+from .branching import BranchingRule
 from .dense_kv import KVCache
 from .hooks import Hook
 from .policy import BlockPolicy
+from .segments import Segment
 from .structs import (
     Branch,
     BranchChoice,
-    BranchKind,
     BranchRecord,
     Draft,
     DraftSource,
@@ -131,7 +131,7 @@ def draft_blocks(
     """
     settled: dict[int, dict[int, Guess]] = {row: {} for row in rows}
     while rows:
-        segments = [[] for _ in batch]  # type: ignore[var-annotated]
+        segments: list[list[Segment]] = [[] for _ in batch]
         for row in rows:
             known = [settled[row][i].token if i in settled[row] else None for i in range(1, sizes[row])]
             segments[row] = [adapter.block([batch[row].tokens[-1], *known], len(batch[row].tokens) - 1)]
@@ -150,7 +150,7 @@ def draft_blocks(
     }
 
 
-def _verify_segments(request: Request, draft: Draft, choice: BranchChoice, adapter: ModelAdapter) -> list:  # type: ignore[type-arg]
+def _verify_segments(request: Request, draft: Draft, choice: BranchChoice, adapter: ModelAdapter) -> list[Segment]:
     position = len(request.tokens) - 1
     verified = adapter.causal([request.tokens[-1], *draft.tokens], position)
     open_places = {branch: [None] * (branch.block_size - 1) for branch in choice.branches}
@@ -219,16 +219,3 @@ def _forward_record(
     kind: str, requests: Sequence[Request], query_tokens: int, predictions: Predictions
 ) -> ForwardRecord:
     return ForwardRecord(kind, tuple(request.id for request in requests), query_tokens, predictions.seconds)
-
-
-__all__ = [
-    "NOTHING",
-    "BranchKind",
-    "Method",
-    "Request",
-    "StopRule",
-    "TokenChoice",
-    "draft_blocks",
-    "prefill",
-    "run_round",
-]

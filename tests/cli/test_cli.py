@@ -100,9 +100,21 @@ def test_an_output_that_differs_is_an_error(tmp_path: Path, monkeypatch: pytest.
         return [*output[:-1], output[-1] + 1] if options.get("generation_strategy") == "linear" else output
 
     monkeypatch.setattr(benchmark, "_generate", wrong)
-    result = call("bench", "--strategies", "linear", "--suite", "text", "--prompts", "1", "--max-new-tokens", "12", "--json", str(path))
+    result = call(
+        "bench",
+        "--strategies",
+        "linear",
+        "--suite",
+        "text",
+        "--prompts",
+        "1",
+        "--max-new-tokens",
+        "12",
+        "--json",
+        str(path),
+    )
     assert result.exit_code == 1
-    assert "differ from plain decoding: linear at block size 16" in result.output.replace("\n", " ")
+    assert "differ from plain decoding: linear-16 on 1 of 1 text prompts" in result.output.replace("\n", " ")
     assert not next(r for r in json.loads(path.read_text())["runs"] if r["strategy"] == "linear")["equal_to_ar"]
 
 
@@ -114,7 +126,18 @@ def test_contenders_always_hold_the_reference() -> None:
 
 def test_an_interrupt_keeps_what_is_finished(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
-    command = [sys.executable, "-m", "recguide", "bench", "--suite", "code", "--prompts", "400", "--max-new-tokens", "8"]
+    command = [
+        sys.executable,
+        "-m",
+        "recguide",
+        "bench",
+        "--suite",
+        "code",
+        "--prompts",
+        "400",
+        "--max-new-tokens",
+        "8",
+    ]
     process = subprocess.Popen(
         [*command, "--strategies", "linear", "--json", str(path)],
         cwd=ROOT,

@@ -36,7 +36,7 @@ class Contender:
     wall_s: float = 0.0
     right: int = 0
     different: int = 0
-    first_difference: str | None = None
+    first_difference: dict[str, float] | None = None
     metrics: DecodeMetrics = field(default_factory=DecodeMetrics)
     plain_forwards: Counter[str] = field(default_factory=Counter)
 
@@ -130,7 +130,8 @@ def run(
                     output = _generate(model, ids, max_new_tokens, options)
                     wall = time.perf_counter() - start
                     reference = output if reference is None else reference
-                    _note(entry, task, output, reference, wall, counter["forward"], tokenizer)
+                    _note(entry, task, output, wall, counter["forward"], tokenizer)
+                    _compare(entry, model, ids, output, reference)
                     advance()
     finally:
         handle.remove()
@@ -148,7 +149,6 @@ def _note(
     entry: Contender,
     task: Task,
     output: list[int],
-    reference: list[int],
     wall: float,
     forwards: int,
     tokenizer: Any,
@@ -158,13 +158,20 @@ def _note(
     entry.wall_s += wall
     entry.right += bool(task.checks) and score(task, tokenizer.decode(output, skip_special_tokens=True))
     entry.plain_forwards.update({"prefill": 1, "decode": forwards - 1})
-    if output != reference:
-        at = next(
-            (i for i, (a, b) in enumerate(zip(output, reference, strict=False)) if a != b),
-            min(len(output), len(reference)),
-        )
-        entry.different += 1
-        entry.first_difference = entry.first_difference or f"prompt {entry.prompts} of {entry.suite}, new token {at}"
+
+
+def _compare(entry: Contender, model: Any, ids: torch.Tensor, output: list[int], reference: list[int]) -> None:
+    """Note where an output leaves the reference first, and how far apart the model's top two logits were there."""
+    if output == reference:
+        return
+    pairs = enumerate(zip(output, reference, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(output), len(reference)))
+    entry.different += 1
+    if entry.first_difference is None:
+        prefix = torch.cat((ids, ids.new_tensor([reference[:at]])), dim=1)
+        with torch.no_grad():
+            top = model(input_ids=prefix, use_cache=False, logits_to_keep=1).logits[0, -1].float().topk(2).values
+        entry.first_difference = {"prompt": entry.prompts, "new_token": at, "top2_gap": float(top[0] - top[1])}
 
 
 def check(entries: Sequence[Contender]) -> None:
@@ -176,7 +183,11 @@ def check(entries: Sequence[Contender]) -> None:
                 raise LosslessError(
                     f"{entry.strategy}: the hooks saw {entry.metrics.new_tokens} new tokens, the output has {entry.new_tokens}."
                 )
-    wrong = [f"{e.strategy} at block size {e.block_size} ({e.first_difference})" for e in entries if e.different]
+    wrong = [
+        f"{label_of(e.strategy, e.block_size)} on {e.different} of {e.prompts} {e.suite} prompts, first {e.first_difference}"
+        for e in entries
+        if e.different
+    ]
     if wrong:
         raise LosslessError("Outputs differ from plain decoding: " + "; ".join(wrong) + ".")
 

@@ -78,7 +78,9 @@ def write_card(history: Path, bench: Path | None, directory: Path) -> None:
     _pictures(lines, directory)
     config = json.loads((directory / "config.json").read_text())
     adapter = json.loads((directory / "linear_spec_lora" / "adapter_config.json").read_text())
-    weights = (directory / "model.safetensors").stat().st_size + (directory / "linear_spec_lora" / "adapter_model.safetensors").stat().st_size
+    weights = (directory / "model.safetensors").stat().st_size + (
+        directory / "linear_spec_lora" / "adapter_model.safetensors"
+    ).stat().st_size
     card = CARD.format(
         parameters=weights / 2e6,
         layers=config["num_hidden_layers"],
@@ -131,9 +133,13 @@ def _pictures(lines: list[dict[str, float]], directory: Path) -> None:
     evaluated = [line for line in lines if "ar_loss" in line]
     steps = [line["step"] for line in evaluated]
     figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
-    axes.plot([line["step"] for line in lines], [line["train_ar_loss"] for line in lines], color="#b0c4de", linewidth=0.6)
+    axes.plot(
+        [line["step"] for line in lines], [line["train_ar_loss"] for line in lines], color="#b0c4de", linewidth=0.6
+    )
     axes.plot(steps, [line["ar_loss"] for line in evaluated], color="#1f5fa8", label="autoregressive, held out")
-    axes.plot(steps, [line["draft_loss"] for line in evaluated], color="#c05000", linestyle="--", label="draft, held out")
+    axes.plot(
+        steps, [line["draft_loss"] for line in evaluated], color="#c05000", linestyle="--", label="draft, held out"
+    )
     axes.set(xlabel="step", ylabel="cross-entropy (nats)", ylim=(0, 5))
     axes.legend(frameon=False)
     figure.savefig(directory / "loss.png", dpi=110)

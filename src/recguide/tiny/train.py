@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoTokenizer, GenerationConfig
 
+from ..errors import CheckpointError
 from ..models.draft_adapter import DraftAdapterConfig, adapter_rows, add_draft_adapter
 from ..models.nemotron_labs_diffusion import NemotronLabsDiffusionConfig, NemotronLabsDiffusionModel
 from .batches import IGNORE, Batch, Shape, batches, documents
@@ -63,10 +64,12 @@ PHASES = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Every number of the training run. A small first phase with drafting lets the network settle into both masks early."""
+    """Every number of the training run: both losses for a start, the autoregressive one alone at half the cost, then both to the end."""
 
     phases: tuple[Phase, ...] = PHASES
     seed: int = 0
+    tokenizer_tasks: int = 4000
+    """Tasks of each family that the tokenizer is trained on."""
     rows: int = 4
     clean: int = 384
     family_weights: dict[str, float] = field(default_factory=lambda: {"math": 0.45, "code": 0.27, "text": 0.28})
@@ -210,7 +213,7 @@ def train(recipe: Recipe, output: Path, stop_after: int | None = None, threads: 
     output.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(recipe.seed)
     if not (output / "tokenizer").exists():
-        train_tokenizer(corpus(4000)).save_pretrained(output / "tokenizer")
+        train_tokenizer(corpus(recipe.tokenizer_tasks)).save_pretrained(output / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(output / "tokenizer")
 
     model = NemotronLabsDiffusionModel(network_config(tokenizer))
@@ -308,7 +311,7 @@ def _resume(output: Path, recipe: Recipe, model: nn.Module, optims: list[torch.o
         return 0
     state = torch.load(path, weights_only=True)
     if state["recipe"] != json.dumps(asdict(recipe)):
-        raise ValueError(
+        raise CheckpointError(
             f"{path} was made by another recipe: {state['recipe']}; expected {json.dumps(asdict(recipe))}. Use another --output."
         )
     model.load_state_dict(state["model"])

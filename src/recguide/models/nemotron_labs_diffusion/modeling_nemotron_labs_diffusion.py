@@ -53,6 +53,8 @@ class NemotronLabsDiffusionModel(Ministral3ForCausalLM):
         that are missing, left over or misshapen: a network with some random layers would decode, only wrongly.
         """
         wants_info = kwargs.pop("output_loading_info", False)
+        # Reported below with the other problems; transformers would raise with the key in its log only.
+        kwargs["ignore_mismatched_sizes"] = True
         key_mapping = {r"^language_model\.": "", **(kwargs.pop("key_mapping", None) or {})}
         loaded: Any = super().from_pretrained(
             pretrained_model_name_or_path, *args, output_loading_info=True, key_mapping=key_mapping, **kwargs

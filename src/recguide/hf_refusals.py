@@ -1,0 +1,76 @@
+"""What `generate` can be asked for and a strategy cannot honour: refused with the reason, before any forward."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.generation import LogitsProcessorList
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+
+from .errors import UnsupportedError
+
+
+def refuse(name: str, reason: str) -> NoReturn:
+    """Raise [`UnsupportedError`] for an argument, with the reason and what to do."""
+    raise UnsupportedError(f"generation_strategy cannot honour {name}: {reason}")
+
+
+def refuse_arguments(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Refuse, before any work, what would reach plain `generate` only to fail there for another reason."""
+    if model.config.is_encoder_decoder:
+        refuse("an encoder-decoder model", "drafting and verifying share one decoder-only backbone.")
+    text = model.config.get_text_config()
+    layers = getattr(text, "layer_types", None)
+    if getattr(text, "sliding_window", None) and (layers is None or "sliding_attention" in layers):
+        refuse(f"sliding-window attention (sliding_window={text.sliding_window})", "segments see their whole prefix.")
+    if not getattr(model, "_supports_attention_backend", False):
+        refuse(f"{type(model).__name__}", "its attention does not go through transformers' attention interface.")
+    if kwargs.get("assistant_model") is not None:
+        refuse("assistant_model", "the model is its own drafter. Leave one of the two out.")
+    if kwargs.get("custom_generate") is not None:
+        refuse("custom_generate", "it is another decoding loop. Leave one of the two out.")
+    if kwargs.get("inputs_embeds") is not None:
+        refuse("inputs_embeds", "rounds are planned on token ids. Pass input_ids.")
+    if kwargs.get("cache_implementation") == "paged":
+        refuse("cache_implementation='paged'", "it is another decoding loop. Use the dynamic cache.")
+    if kwargs.get("synced_gpus"):
+        refuse("synced_gpus", "ranks would run different numbers of rounds.")
+
+
+def refuse_config(generation_config: GenerationConfig, processors: LogitsProcessorList, cache: Any) -> None:
+    """Refuse what the merged generation config, processors and cache ask for and rounds cannot give."""
+    if generation_config.do_sample:
+        refuse("do_sample=True", "sampling is not implemented yet. Pass do_sample=False for greedy decoding.")
+    if (generation_config.num_beams or 1) > 1:
+        refuse(f"num_beams={generation_config.num_beams}", "a request is one sequence. Use num_beams=1.")
+    if (generation_config.num_return_sequences or 1) > 1:
+        refuse(f"num_return_sequences={generation_config.num_return_sequences}", "greedy decoding has one answer.")
+    for name in (
+        "prompt_lookup_num_tokens",
+        "penalty_alpha",
+        "dola_layers",
+        "constraints",
+        "force_words_ids",
+        "assistant_early_exit",
+    ):
+        if getattr(generation_config, name, None):
+            refuse(f"{name}={getattr(generation_config, name)!r}", "it is another decoding method.")
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(generation_config, name, None):
+            refuse(f"{name}=True", "a round computes them for drafted tokens too, in another shape.")
+    if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
+        refuse(
+            f"cache_implementation={generation_config.cache_implementation!r}",
+            "the cache must grow and crop. Use the dynamic one.",
+        )
+    if any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in processors):
+        refuse("guidance_scale", "its processor runs the model itself, one token at a time.")
+    if cache is not None and (
+        type(cache) is not DynamicCache or any(type(layer) is not DynamicLayer for layer in cache.layers)
+    ):
+        refuse(
+            f"a {type(cache).__name__}",
+            "the cache must be one that can be cropped and read by position: a DynamicCache.",
+        )
