@@ -129,8 +129,7 @@ class ModelAdapter:
         """
         drafter = self.drafter
         known_first = tokens[0] is not None
-        if drafter.shifted and not known_first:
-            raise UnsupportedError("A drafter with shifted logits cannot predict a block's first token.")
+        assert known_first or not drafter.shifted, "shifted logits cannot predict a block's first token"
         filled = [drafter.filler_token_id if token is None else token for token in tokens]
         outputs = (0, len(tokens) - 1) if drafter.shifted else (1 if known_first else 0, None)
         return Segment(filled, position, bidirectional=True, adapter=True, hypothesis=hypothesis, outputs=outputs)

@@ -10,7 +10,7 @@ from .attention import installed
 from .branching import branching_rule
 from .config import RecGuideConfig
 from .dense_kv import DenseKV
-from .errors import InputError
+from .errors import InputError, UnsupportedError
 from .hooks import Hook, Hooks
 from .policy import FixedBlock
 from .rounds import Method, Request, prefill, run_round
@@ -68,8 +68,7 @@ def generate(
     """
     _check_prompts(requests, adapter, kv)
     method = method_of(config, eos)
-    if config.strategy != "ar":
-        adapter.drafter  # noqa: B018 - a model that cannot draft is refused before any work
+    _check_drafter(adapter, config)
     observers = Hooks(hooks)
     kv = kv or DenseKV(len(requests), _capacity(requests, config))
     started: list[Request] = []
@@ -88,6 +87,17 @@ def generate(
     finally:
         _tell_ends(started, observers)
     return Result(tuple(requests), kv)
+
+
+def _check_drafter(adapter: ModelAdapter, config: RecGuideConfig) -> None:
+    """Refuse, before any work, what the model cannot draft."""
+    if config.strategy == "ar" or not adapter.drafter.shifted:
+        return
+    if config.strategy == "quadratic" or (config.strategy == "recguide" and config.continuation):
+        raise UnsupportedError(
+            "This family's draft logits are shifted: it cannot predict the first token of a block, as a continuation or the "
+            "quadratic layout must. Use strategy='linear', or 'recguide' with continuation=False."
+        )
 
 
 def _capacity(requests: Sequence[Request], config: RecGuideConfig) -> int:
