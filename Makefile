@@ -33,7 +33,7 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	touch $(VENV)/.stamp-run $@
 
 run: $(VENV)/.stamp-run
-	$(RUN)
+	OMP_WAIT_POLICY=PASSIVE $(RUN)
 
 test: $(VENV)/.stamp-dev
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -26,3 +26,15 @@ def test_examples_run(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_there_are_examples() -> None:
     assert len(examples("README.md")) >= 2
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "src/recguide/tiny/weights/README.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        if "://" not in target:
+            assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150

@@ -1,24 +1,10 @@
-"""What of a block is committed, which branch is hit, and the name of the outcome. Plain Python on small lists."""
+"""Which branch is hit, and the name of the outcome. Plain Python on small lists."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from .structs import BranchChoice, BranchKind, BranchRecord, Outcome
-
-
-def count_accepted(drafted: Sequence[int], verified: Sequence[int]) -> int:
-    """
-    Leading drafted tokens that the verifier agrees with.
-
-    Args:
-        drafted (`Sequence[int]`): d1 … d(B-1).
-        verified (`Sequence[int]`): the verifier's token after each block token; `verified[i]` is to equal `drafted[i]`.
-    """
-    accepted = 0
-    while accepted < len(drafted) and drafted[accepted] == verified[accepted]:
-        accepted += 1
-    return accepted
 
 
 def hit_branch(branches: Sequence[BranchRecord], committed: int, bonus: int) -> int | None:

@@ -56,7 +56,8 @@ class Predictions:
     """
     A forward's results on the host, one entry an output row.
 
-    `best[i]` are the likeliest tokens in order, `probabilities[i]` the top two's; excluded tokens take no part in either.
+    `best[i]` are the likeliest tokens in order, `probabilities[i]` the top two's (none where one token was asked for); excluded
+    tokens take no part in either.
     `logits` stay on the device: `float32[N, V]`, as the model gave them.
     """
 
@@ -88,6 +89,7 @@ class ModelAdapter:
             except CheckpointError as error:
                 # Plain decoding needs no drafter, so only whoever asks for it hears of this.
                 self._refusal = error
+        self._layers = config.num_hidden_layers
         self._excluded = list(self._drafter.excluded_token_ids) if self._drafter else []
 
     @property
@@ -97,7 +99,10 @@ class ModelAdapter:
 
     @property
     def device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device  # type: ignore[return-value]
+        embeddings = self.model.get_input_embeddings()
+        # An offloaded module's weight is on no device until its hook brings it to the one it runs on.
+        device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
+        return torch.device(device) if device is not None else embeddings.weight.device  # type: ignore[return-value]
 
     @property
     def drafter(self) -> Drafter:
@@ -132,7 +137,10 @@ class ModelAdapter:
         assert known_first or not drafter.shifted, "shifted logits cannot predict a block's first token"
         filled = [drafter.filler_token_id if token is None else token for token in tokens]
         outputs = (0, len(tokens) - 1) if drafter.shifted else (1 if known_first else 0, None)
-        return Segment(filled, position, bidirectional=True, adapter=True, hypothesis=hypothesis, outputs=outputs)
+        adapter_from = 0 if drafter.adapter_on_seed or not known_first else 1
+        return Segment(
+            filled, position, bidirectional=True, adapter_from=adapter_from, hypothesis=hypothesis, outputs=outputs
+        )
 
     def forward(self, rows: Sequence[Sequence[Segment]], kv: KVCache, best: int = 1) -> tuple[Plan, Predictions]:
         """
@@ -141,18 +149,15 @@ class ModelAdapter:
         Args:
             rows (sequence of sequences of `Segment`): the segments of every batch row of `kv`, the verified one first.
             kv (`KVCache`): read, and written behind each row's prefix; commit afterwards.
-            best (`int`): how many of the likeliest tokens are wanted a row.
+            best (`int`): how many of the likeliest tokens are wanted a row; 1 leaves the probabilities out.
 
         Returns:
             `(Plan, Predictions)`: one device-to-host transfer in all.
         """
         plan = pack(rows, kv.lengths, self.device)
-        adapter = plan.adapter
-        if adapter is not None and not self.drafter.adapter_on_seed:
-            adapter = adapter & (plan.input_ids == self.drafter.filler_token_id)
         attention = self.backend.plan(plan, kv, self.model.dtype)
         start = time.perf_counter()
-        with torch.no_grad(), adapter_rows(adapter):
+        with torch.no_grad(), adapter_rows(plan.adapter):
             logits = self.model(
                 input_ids=plan.input_ids[None],
                 position_ids=plan.position_ids[None],
@@ -163,27 +168,33 @@ class ModelAdapter:
                 recguide_attention=attention,
             ).logits[0]
         seconds = time.perf_counter() - start
-        k = max(2, best)
-        scores = logits.float()
+        if attention.layers_run != self._layers:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} has {self._layers} layers, but {attention.layers_run} asked the attention backend: "
+                "the others have attention of their own, which sees neither the cache nor the plan."
+            )
+        return plan, self._predictions(logits.float(), best, seconds)
+
+    def _predictions(self, scores: Tensor, best: int, seconds: float) -> Predictions:
         if self._excluded:
             held, scores[:, self._excluded] = scores[:, self._excluded], float("-inf")
-        top, ids = scores.topk(k, dim=-1)
-        probabilities = (top[:, :2] - scores.logsumexp(-1, keepdim=True)).exp()
-        # Among equal logits, argmax takes the first as plain generate does; topk takes any.
-        first = scores.argmax(-1, keepdim=True)
+        # One table for one transfer; a token id is exact in float32. Among equal logits, argmax takes the first, as plain
+        # generate does; topk takes any.
+        columns = [scores.argmax(-1, keepdim=True).float()]
+        if best > 1:
+            top, ids = scores.topk(best, dim=-1)
+            columns += [ids.float(), (top[:, :2] - scores.logsumexp(-1, keepdim=True)).exp()]
         if self._excluded:
             # Whoever chooses tokens by other rules gets the model's own logits.
             scores[:, self._excluded] = held
-        table = torch.cat((first.double(), ids.double(), probabilities.double()), dim=1).tolist()
-        predictions = Predictions(
-            best=[_ranked(line[: k + 1]) for line in table],
-            probabilities=[(line[k + 1], line[k + 2]) for line in table],
+        table = torch.cat(columns, dim=1).tolist()
+        return Predictions(
+            best=[_ranked(int(line[0]), line[1 : best + 1]) for line in table],
+            probabilities=[(line[-2], line[-1]) for line in table] if best > 1 else [],
             logits=scores,
             seconds=seconds,
         )
-        return plan, predictions
 
 
-def _ranked(ids: list[float]) -> list[int]:
-    first, rest = int(ids[0]), ids[1:]
-    return [first, *[int(token) for token in rest if token != first][: len(rest) - 1]]
+def _ranked(first: int, ids: list[float]) -> list[int]:
+    return [first, *[int(token) for token in ids if token != first][: len(ids) - 1]]

@@ -54,15 +54,15 @@ class DenseKV:
 
     def write(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         end = max(p + plan.tokens_of(r) for r, p in enumerate(plan.prefix))
-        self._make_room(layer, end, keys)
+        self._make_room(layer, end, keys, values)
         stored_keys, stored_values = self._keys[layer], self._values[layer]
         if len(self._lengths) == 1:
             stored_keys[0, :, plan.prefix[0] : end] = keys
             stored_values[0, :, plan.prefix[0] : end] = values
         else:
             row, slot = self._places(plan, keys.device)
-            stored_keys[row, :, slot] = keys.transpose(0, 1)
-            stored_values[row, :, slot] = values.transpose(0, 1)
+            stored_keys[row, :, slot] = keys.transpose(0, 1).to(stored_keys.dtype)
+            stored_values[row, :, slot] = values.transpose(0, 1).to(stored_values.dtype)
         return stored_keys[:, :, :end], stored_values[:, :, :end]
 
     def commit(self, row: int, tokens: int) -> None:
@@ -77,28 +77,27 @@ class DenseKV:
         """Take over keys and values `[G, length, D]` computed elsewhere as an empty row's prefix."""
         assert self._lengths[row] == 0, "only an empty row can take over a prefix"
         for layer, (keys, values) in enumerate(layers):
-            self._make_room(layer, keys.shape[1], keys)
+            self._make_room(layer, keys.shape[1], keys, values)
             self._keys[layer][row, :, : keys.shape[1]] = keys
             self._values[layer][row, :, : keys.shape[1]] = values
         self._lengths[row] = layers[0][0].shape[1]
 
     def _places(self, plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Row and slot of each packed token, made once a forward."""
-        if self._slots is None or self._slots[0] is not plan:
+        """Row and slot of each packed token, made once a forward and device."""
+        if self._slots is None or self._slots[0] is not plan or self._slots[1].device != device:
             rows = [r for r in range(len(plan.prefix)) for _ in range(plan.tokens_of(r))]
             slots = [plan.prefix[r] + i for r in range(len(plan.prefix)) for i in range(plan.tokens_of(r))]
             self._slots = (plan, torch.tensor(rows, device=device), torch.tensor(slots, device=device))
         return self._slots[1:]
 
-    def _make_room(self, layer: int, end: int, like: Tensor) -> None:
+    def _make_room(self, layer: int, end: int, keys: Tensor, values: Tensor) -> None:
         if layer == len(self._keys):
             self._capacity = max(self._capacity, end)
-            shape = (len(self._lengths), like.shape[0], self._capacity, like.shape[2])
-            # Zeros, not empty: a masked key times its zero weight must not be NaN.
-            self._keys.append(like.new_zeros(shape))
-            self._values.append(like.new_zeros(shape))
-        elif (missing := end - self._keys[layer].shape[2]) > 0:
-            rows, heads, _, size = self._keys[layer].shape
-            more = like.new_zeros((rows, heads, missing + GROWTH, size))
-            self._keys[layer] = torch.cat((self._keys[layer], more), dim=2)
-            self._values[layer] = torch.cat((self._values[layer], more), dim=2)
+        for stored, like in ((self._keys, keys), (self._values, values)):
+            if layer == len(stored):
+                # Zeros, not empty: a masked key times its zero weight must not be NaN.
+                stored.append(like.new_zeros((len(self._lengths), like.shape[0], self._capacity, like.shape[2])))
+            elif (missing := end - stored[layer].shape[2]) > 0:
+                rows, heads, _, size = stored[layer].shape
+                more = stored[layer].new_zeros((rows, heads, missing + GROWTH, size))
+                stored[layer] = torch.cat((stored[layer], more), dim=2)

@@ -17,7 +17,7 @@ from transformers.generation import (
     StoppingCriteria,
     StopStringCriteria,
 )
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, PrefixConstrainedLogitsProcessor
 
 from .adapter import ModelAdapter
 from .dense_kv import DenseKV
@@ -141,26 +141,34 @@ def token_choice(
     pads = padding.tolist()
 
     def choose(tokens: list[int], logits: Tensor) -> int:
-        raw = logits.clone()
         ids = torch.tensor([pads + tokens], device=logits.device)
+        # A copy: a processor may write into what it is given, and the round still holds the logits.
         scores = own(ids, logits.clone()[None])[0]
-        recorder.record(row, raw, scores)
-        allowed = scores.clone()
-        allowed[adapter.excluded_token_ids] = float("-inf")
-        return int(allowed.argmax())
+        recorder.record(row, logits, scores)
+        if adapter.excluded_token_ids:
+            scores = scores.clone()
+            scores[adapter.excluded_token_ids] = float("-inf")
+        return int(scores.argmax())
 
     return choose
 
 
 def _for_row(processor: Any, row: int) -> Any:
-    """A processor that is told the row's number: the prefix constraint asks the user's function by it."""
+    """A processor for one row: what it holds for the whole batch is cut to that row, or the row's number is told."""
     if type(processor) is PrefixConstrainedLogitsProcessor:
         function = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, ids: function(row, ids), num_beams=1)
-    if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
-        processor = copy.copy(processor)
-        processor.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
-    return processor
+    of_row: dict[str, Any] = {}
+    for name in ("prompt_ignore_length", "encoder_input_ids"):
+        if isinstance(value := getattr(processor, name, None), Tensor):
+            of_row[name] = value[row : row + 1]
+    if type(processor) is EncoderNoRepeatNGramLogitsProcessor:
+        of_row |= {"batch_size": 1, "generated_ngrams": processor.generated_ngrams[row : row + 1]}
+    if not of_row:
+        return processor  # itself, not a copy: a user's may count its calls
+    own = copy.copy(processor)
+    vars(own).update(of_row)
+    return own
 
 
 class Columns:

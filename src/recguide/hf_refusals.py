@@ -22,8 +22,12 @@ def refuse_arguments(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     if model.config.is_encoder_decoder:
         refuse("an encoder-decoder model", "drafting and verifying share one decoder-only backbone.")
     text = model.config.get_text_config()
-    layers = getattr(text, "layer_types", None)
-    if getattr(text, "sliding_window", None) and (layers is None or "sliding_attention" in layers):
+    layers = set(getattr(text, "layer_types", None) or ())
+    if others := sorted(layers - {"full_attention", "sliding_attention"}):
+        refuse(f"layers of type {', '.join(others)}", "every layer must attend to its whole prefix.")
+    if getattr(model, "_is_stateful", False):
+        refuse(f"{type(model).__name__}", "it carries a state that cannot be taken back when a draft is rejected.")
+    if getattr(text, "sliding_window", None) and (not layers or "sliding_attention" in layers):
         refuse(f"sliding-window attention (sliding_window={text.sliding_window})", "segments see their whole prefix.")
     if not getattr(model, "_supports_attention_backend", False):
         refuse(f"{type(model).__name__}", "its attention does not go through transformers' attention interface.")
@@ -74,3 +78,22 @@ def refuse_config(generation_config: GenerationConfig, processors: LogitsProcess
             f"a {type(cache).__name__}",
             "the cache must be one that can be cropped and read by position: a DynamicCache.",
         )
+
+
+KNOWN_MODEL_KWARGS = {"attention_mask", "cache", "logits_to_keep", "position_ids", "use_cache"}
+
+
+def refuse_model_inputs(model_kwargs: dict[str, Any], padding: list[int], width: int) -> None:
+    """Refuse inputs that rounds would leave out: whatever is not tokens, mask and cache, and positions of the user's own."""
+    if others := sorted(
+        name for name, value in model_kwargs.items() if value is not None and name not in KNOWN_MODEL_KWARGS
+    ):
+        refuse(", ".join(others), "rounds give the model tokens, positions and a cache, nothing else.")
+    given = model_kwargs.get("position_ids")
+    if given is None:
+        return
+    for row, pads in enumerate(padding):
+        positions = given[min(row, given.shape[0] - 1)][-(width - pads) :].tolist()
+        usual = list(range(width - pads))
+        if positions != usual[len(usual) - len(positions) :]:
+            refuse("position_ids", f"row {row}'s do not count its tokens from 0. Leave them out.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
@@ -31,7 +31,7 @@ from .hf_batch import (
     prompts_of,
     token_choice,
 )
-from .hf_refusals import refuse, refuse_arguments, refuse_config
+from .hf_refusals import refuse, refuse_arguments, refuse_config, refuse_model_inputs
 from .hooks import Hook
 from .loop import generate as decode
 from .rounds import Request
@@ -59,7 +59,9 @@ class RecGuideGenerationMixin:
         return generate_with_strategy(self, super().generate, *args, **kwargs)  # type: ignore[misc, arg-type]
 
 
-def attach(model: Any, generation_strategy: str | None = None, recguide_config: dict[str, Any] | None = None) -> Any:
+def attach(
+    model: Any, generation_strategy: str | None = None, recguide_config: dict[str, Any] | RecGuideConfig | None = None
+) -> Any:
     """
     Teach a loaded model (or a model class) the strategies. A model that is attached already is left as it is.
 
@@ -72,9 +74,13 @@ def attach(model: Any, generation_strategy: str | None = None, recguide_config: 
         The same `model`.
     """
     if generation_strategy is not None or recguide_config is not None:
-        resolve_config(generation_strategy or "recguide", recguide_config)
-        setattr(model.generation_config, STRATEGY, generation_strategy or "recguide")
-        setattr(model.generation_config, OPTIONS, dict(recguide_config or {}))
+        if isinstance(model, type):
+            raise ConfigError(f"Defaults belong to a loaded model's generation_config; {model.__name__} is a class.")
+        strategy = generation_strategy or "recguide"
+        resolve_config(strategy, recguide_config)
+        given = asdict(recguide_config) if isinstance(recguide_config, RecGuideConfig) else dict(recguide_config or {})
+        setattr(model.generation_config, STRATEGY, strategy)
+        setattr(model.generation_config, OPTIONS, given)
         # A config that stands as made from the model's is made anew on load, and would lose the two.
         model.generation_config._from_model_config = False
     if isinstance(model, type):
@@ -158,7 +164,10 @@ def generate_with_strategy(
     config = resolve_config(strategy, options)
     if args:
         raise UnsupportedError("With a generation_strategy, pass everything after generation_config by keyword.")
+    if not isinstance(recguide_hooks, Sequence) or not all(isinstance(hook, Hook) for hook in recguide_hooks):
+        raise ConfigError(f"recguide_hooks must be a list of recguide.Hook objects; got {recguide_hooks!r}.")
     refuse_arguments(model, kwargs)
+    kwargs.pop("custom_generate", None)
     kwargs, generation_config = _take_stop_strings(model, generation_config, kwargs)
     run = functools.partial(_decode, config=config, hooks=tuple(recguide_hooks), streamer=kwargs.get("streamer"))
     return plain_generate(inputs, generation_config, custom_generate=run, **kwargs)
@@ -168,11 +177,9 @@ def resolve_config(strategy: str, options: dict[str, Any] | RecGuideConfig | Non
     """The validated config of a strategy's name and its options."""
     if strategy not in STRATEGIES:
         raise ConfigError(f"Unknown generation_strategy {strategy!r}. Known: {', '.join(STRATEGIES)}.")
-    if isinstance(options, RecGuideConfig):
-        return replace(options, strategy=strategy)
-    if options is not None and not isinstance(options, dict):
+    if options is not None and not isinstance(options, dict | RecGuideConfig):
         raise ConfigError(f"recguide_config must be a dict or a RecGuideConfig; got {options!r}.")
-    given = dict(options or {})
+    given = asdict(options) if isinstance(options, RecGuideConfig) else dict(options or {})
     if given.setdefault("strategy", strategy) != strategy:
         raise ConfigError(
             f"generation_strategy={strategy!r} and recguide_config's strategy={given['strategy']!r} disagree; give one."
@@ -235,6 +242,7 @@ def _decode(
     prompts = prompts_of(input_ids, mask)
     padding = [width - len(prompt) for prompt in prompts]
     pads = [input_ids[row, :columns] for row, columns in enumerate(padding)]
+    refuse_model_inputs(model_kwargs, padding, width)
     adapter = ModelAdapter(model, resolve_backend())
     keep = generation_config.return_dict_in_generate
     recorder = ScoreRecorder(

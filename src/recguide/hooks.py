@@ -2,8 +2,8 @@
 
 Order: hooks are called in the order of the list, for each event in the order of events. Exceptions: a hook's exception
 is not swallowed; the later hooks of that event are not called, the requests end with reason `error`, their state is
-released, and the exception reaches the caller. `on_finish` is called once for each request that was prefilled, also
-when the generation failed; if it raises itself while another exception is under way, it is chained to that one.
+released, and the exception reaches the caller. `on_finish` is called once for each request of a batch when the batch has
+ended, also when the generation failed; if it raises itself while another exception is under way, it is chained to that one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Hook:
         """After each request's round, once its committed tokens are known."""
 
     def on_finish(self, record: FinishRecord) -> None:
-        """When a request has ended."""
+        """For each request, when its batch has ended."""
 
 
 class Hooks(Hook):

@@ -33,9 +33,10 @@ class Result:
 
 def method_of(config: RecGuideConfig, eos: frozenset[int]) -> Method:
     """The config's strategy as block policy and branching rule."""
-    size = 1 if config.strategy == "ar" else config.block_size
+    if config.strategy == "ar":
+        return Method(FixedBlock(1), branching_rule(config, eos), candidates=1)
     return Method(
-        policy=FixedBlock(size),
+        policy=FixedBlock(config.block_size),
         branching=branching_rule(config, eos),
         draft_threshold=config.draft_threshold,
         candidates=2 + (len(eos) if config.exclude_eos_replacement else 0),
@@ -112,7 +113,8 @@ def _tell_ends(requests: Sequence[Request], hooks: Hook) -> None:
     for request in requests:
         new = len(request.tokens) - request.prompt_tokens
         try:
-            hooks.on_finish(FinishRecord(request.id, request.finished or "error", request.prompt_tokens, new))
+            reason = request.finished or "error"
+            hooks.on_finish(FinishRecord(request.id, reason, request.prompt_tokens, new, request.committed - new))
         except BaseException as error:
             failure = failure or error
     if failure is not None:

@@ -31,6 +31,8 @@ class DecodeMetrics(Hook):
     requests: int = 0
     new_tokens: int = 0
     """All tokens written, each request's first one (the prefill's) included."""
+    taken_back: int = 0
+    """Tokens committed and then removed by a batch's stopping criterion."""
     committed_tokens: int = 0
     """Tokens committed by rounds."""
     rounds: Counter[DraftSource] = field(default_factory=Counter)
@@ -65,6 +67,13 @@ class DecodeMetrics(Hook):
     def on_finish(self, record: FinishRecord) -> None:
         self.requests += 1
         self.new_tokens += record.new_tokens
+        self.taken_back += record.taken_back
+
+    def add(self, other: DecodeMetrics) -> None:
+        """Take over what another observer has counted."""
+        for name, value in vars(other).items():
+            if not name.startswith("_"):
+                setattr(self, name, getattr(self, name) + value)
 
     def _count(self, record: ForwardRecord) -> None:
         self.forwards[record.kind] += len(record.requests)
@@ -125,7 +134,10 @@ class DecodeMetrics(Hook):
         claims = {
             "rounds = verifying forwards": (self.all_rounds, verified),
             "rounds = sum of outcomes": (self.all_rounds, sum(self.outcomes.values())),
-            "new tokens = one a request + committed": (self.new_tokens, self.requests + self.committed_tokens),
+            "new tokens + taken back = one a request + committed": (
+                self.new_tokens + self.taken_back,
+                self.requests + self.committed_tokens,
+            ),
         }
         if draft_forwards_per_draft is not None:
             forwards = sum(self.forwards.values())

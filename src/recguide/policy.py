@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class BlockPolicy(Protocol):
-    """Chooses block sizes; fed with round records where it learns from them."""
+    """Chooses block sizes."""
 
     def block_size(self, request: int) -> int:
         """Tokens of the request's next block, the seed included; the round shortens it where less is left to write."""

@@ -45,6 +45,8 @@ class Request:
     choose: TokenChoice | None = None
     """None: the likeliest token."""
     prompt_tokens: int = 0
+    committed: int = 0
+    """Tokens committed so far, also those that a stopping criterion took back later."""
     rounds: int = 0
     draft: Draft = field(default_factory=Draft)
     finished: str | None = None
@@ -62,6 +64,7 @@ class Request:
         """Commit one token, chosen from its logits on the true prefix, and see whether the request ends with it."""
         token = best if self.choose is None else self.choose(self.tokens, logits)
         self.tokens.append(token)
+        self.committed += 1
         self.finished = self.stop(self.tokens) or ("length" if self.remaining <= 0 else None)
         return token
 

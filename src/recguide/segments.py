@@ -1,8 +1,8 @@
 """Segments and the packed plan: any mixture of prefill, draft, verify and branches as one forward.
 
-Each query token sees its request's cached prefix and at most two intervals of the packed row:
-a causal token i of a segment starting at s sees `[s, i]`; a bidirectional segment `[s, e)` sees `[s, e)`;
-a branch sees, besides, the first `hypothesis` tokens of its request's first segment, the one that is verified.
+What a query token may look at is its request's cached prefix and no more than two intervals of the packed row: one for its
+own segment (up to itself if that is causal, all of it if it is bidirectional), one for the part of the verified segment
+that a branch takes as given.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Segment:
         tokens (`list[int]`): token ids.
         position (`int`): absolute position of the first one; the others follow.
         bidirectional (`bool`): the tokens see each other in both directions; otherwise causally.
-        adapter (`bool`): the draft adapter is on for these tokens.
+        adapter_from (`int`, *optional*): the draft adapter is on from this token of the segment on; `None`: off.
         hypothesis (`int`): how many tokens of the request's first segment it sees besides (0 for that segment itself).
         outputs (`tuple[int, int | None]`): start and stop, as of a slice, of its tokens whose logits are wanted.
     """
@@ -31,7 +31,7 @@ class Segment:
     tokens: list[int]
     position: int
     bidirectional: bool = False
-    adapter: bool = False
+    adapter_from: int | None = None
     hypothesis: int = 0
     outputs: tuple[int, int | None] = (0, None)
 
@@ -50,6 +50,7 @@ class Plan:
         starts (`tuple[int]`): packed index of each batch row's first token; `starts[R]` is T.
         prefix (`tuple[int]`): cached tokens of each batch row.
         outputs (`tuple[tuple[tuple[int, int]]]`): for each batch row and segment, its range `[i, j)` of the output rows.
+        causal (`bool`): nothing is cached and every row is one causal segment, as in the prefill of whole prompts.
     """
 
     input_ids: Tensor
@@ -60,6 +61,7 @@ class Plan:
     starts: tuple[int, ...]
     prefix: tuple[int, ...]
     outputs: tuple[tuple[tuple[int, int], ...], ...]
+    causal: bool
 
     @property
     def query_tokens(self) -> int:
@@ -98,7 +100,8 @@ def pack(rows: Sequence[Sequence[Segment]], prefix: Sequence[int], device: torch
                 visible += [(start, end, *seen)] * length
             else:
                 visible += [(start, i + 1, *seen) for i in range(start, end)]
-            adapter += [segment.adapter] * length
+            off = length if segment.adapter_from is None else segment.adapter_from
+            adapter += [False] * off + [True] * (length - off)
             rows_wanted = range(start, end)[slice(*segment.outputs)]
             row_outputs.append((len(wanted), len(wanted) + len(rows_wanted)))
             wanted += rows_wanted
@@ -114,4 +117,5 @@ def pack(rows: Sequence[Sequence[Segment]], prefix: Sequence[int], device: torch
         starts=tuple(starts),
         prefix=tuple(prefix),
         outputs=tuple(outputs),
+        causal=not any(prefix) and all(len(s) == 1 and not s[0].bidirectional for s in rows),
     )

@@ -3,8 +3,9 @@
 Shape letters: R requests of the batch, T packed query tokens of a forward, B block size, K keys, V vocabulary,
 L layers, H query heads, G key/value heads, D head size.
 
-Words: the *seed* is a request's newest committed token, not yet in the KV cache; a *block* is `[seed, d1 … d(B-1)]`;
-*accepted* counts drafted tokens that the verifier agreed with (0 … B-1); *committed* = accepted + 1 (the bonus).
+Words: a round starts from the *seed*, the last token that is certain, whose K/V are still to be computed. The *block*
+`[seed, d1 … d(B-1)]` is the seed with its draft. Of the draft, some leading tokens are *accepted*; what is *committed* is
+those and the *bonus*, the token that the verifier itself puts next.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class RoundRecord:
     branches: tuple[BranchRecord, ...]
     risky: tuple[int, ...]
     accepted: int
-    """Drafted tokens that the verifier agreed with (before any stop rule cut the output)."""
+    """Drafted tokens that the verifier agreed with, counted up to the request's end if it ended in this round."""
     committed: tuple[int, ...]
     """Tokens added to the output; shorter than accepted + 1 only where the request stopped."""
     outcome: Outcome
@@ -163,9 +164,13 @@ class RoundRecord:
 
 @dataclass(frozen=True)
 class FinishRecord:
-    """A request's end. `reason`: `eos`, `length`, `stop` (a stop rule), `cancelled` or `error`."""
+    """
+    A request's end. `reason`: `eos`, `length`, `stop` (a stop rule) or `error`. `taken_back` counts tokens that were
+    committed and then removed: a batch's stopping criterion may look at a column after some rows have written past it.
+    """
 
     request: int
     reason: str
     prompt_tokens: int
     new_tokens: int
+    taken_back: int = 0

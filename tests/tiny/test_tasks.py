@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from recguide.tiny.tasks import FAMILIES, SPLITS, Task, make_task, prose_passages, score, score_many, templates
+from recguide.tiny.tasks import FAMILIES, SPLITS, Task, make_task, prose_passages, score, templates
 from recguide.tiny.tasks.sandbox import runs
 
 pytest.importorskip("reasoning_gym")
@@ -21,7 +21,7 @@ def draw(family: str, split: str, count: int) -> list[Task]:
 @pytest.mark.parametrize(("family", "split"), CASES)
 def test_answers_score_and_fit(family: str, split: str) -> None:
     tasks = draw(family, split, 20 if family == "code" else 300)
-    assert all(score_many(tasks, [task.answer for task in tasks]))
+    assert all(score(task, task.answer) for task in tasks)
     for task in draw(family, split, 500):
         assert task.family == family
         assert len(task.prompt) <= 480, task.prompt

@@ -19,15 +19,21 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from ..dense_kv import KVCache
+from ..errors import UnsupportedError
 from ..segments import Plan
 
 PREFIX = "recguide:"
+HARMLESS = {"dropout", "position_ids", "is_causal", "use_cache", "cache", "output_attentions", "output_hidden_states"}
+"""What layers pass to their attention and segments may leave aside: inference has no dropout, and the plan has the rest."""
 _lock = threading.Lock()
 _users: dict[int, int] = {}
 
 
 class PlannedAttention(Protocol):
     """One forward's attention over segments, planned."""
+
+    layers_run: int
+    """How many layers have asked so far."""
 
     def run(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """
@@ -69,6 +75,11 @@ def _attend(own: Callable[..., Any] | None) -> Callable[..., Any]:
         if recguide_attention is None:
             assert own is not None
             return own(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+        strange = sorted(name for name, value in kwargs.items() if value is not None and name not in HARMLESS)
+        if strange:
+            raise UnsupportedError(
+                f"{type(module).__name__} attends with {', '.join(strange)}, which segments do not know."
+            )
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
         return recguide_attention.run(module.layer_idx, query[0], key[0], value[0], factor)[None], None
 

@@ -23,33 +23,52 @@ class SDPAForward:
     """One forward's mask `[R, 1, Q, K]` and the indices between packed and padded queries; Q is the longest row's T."""
 
     def __init__(self, plan: Plan, kv: KVCache, dtype: torch.dtype) -> None:
-        self.packed = plan
-        self.kv = kv
-        # One query sees all that is there: no mask, and SDPA's fastest path. Else additive: of a bool mask SDPA would make
-        # the additive one again in every layer.
-        self.mask = None
-        if not plan.query_tokens == 1 == len(plan.prefix):
+        self.layers_run = 0
+        self._plan, self._kv = plan, kv
+        tensors: dict[str, Tensor] = {}
+        # One query sees all that is there, and whole prompts need the causal flag alone. Else the mask is additive: of a
+        # bool one SDPA would make the additive one again in every layer.
+        if not (plan.causal or plan.query_tokens == 1 == len(plan.prefix)):
             visible = dense_mask(plan)
-            self.mask = visible.new_zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
-        self.to_padded, self.to_packed = None, None
+            tensors["mask"] = visible.new_zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
         if len({plan.tokens_of(r) for r in range(len(plan.prefix))}) > 1:
             padded = _padded_index(plan)
-            self.to_padded = padded.flatten()
             longest = padded.shape[1]
             packed = [r * longest + i for r in range(len(plan.prefix)) for i in range(plan.tokens_of(r))]
-            self.to_packed = torch.tensor(packed, device=padded.device)
+            tensors["to_padded"], tensors["to_packed"] = padded.flatten(), torch.tensor(packed, device=padded.device)
+        self._tensors = {plan.input_ids.device: tensors}
 
     def run(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        all_keys, all_values = self.kv.write(layer, keys, values, self.packed)
+        self.layers_run += 1
+        all_keys, all_values = self._kv.write(layer, keys, values, self._plan)
+        tensors = self._on(query.device)
+        mask = tensors.get("mask")
         heads, size = query.shape[0], query.shape[2]
-        if self.to_padded is not None:
-            query = query[:, self.to_padded]
+        if "to_padded" in tensors:
+            query = query[:, tensors["to_padded"]]
         padded = query.view(heads, all_keys.shape[0], -1, size).transpose(0, 1)
+        if mask is not None and query.is_cuda:
+            # CUDA's fused kernels take grouped heads or a mask, not both.
+            groups = heads // all_keys.shape[1]
+            all_keys, all_values = (x.repeat_interleave(groups, dim=1) for x in (all_keys, all_values))
         out = F.scaled_dot_product_attention(
-            padded, all_keys, all_values, attn_mask=self.mask, scale=scaling, enable_gqa=True
+            padded,
+            all_keys,
+            all_values,
+            attn_mask=mask if mask is None else mask.to(query.dtype),
+            is_causal=self._plan.causal,
+            scale=scaling,
+            enable_gqa=all_keys.shape[1] != heads,
         )
-        flat = out.transpose(1, 2).reshape(-1, heads, size)
-        return flat if self.to_packed is None else flat[self.to_packed]
+        flat = out.transpose(1, 2).reshape(-1, heads, out.shape[-1])
+        return flat[tensors["to_packed"]] if "to_packed" in tensors else flat
+
+    def _on(self, device: torch.device) -> dict[str, Tensor]:
+        """The plan's tensors on a layer's device; a model may be spread over several."""
+        if device not in self._tensors:
+            first = next(iter(self._tensors.values()))
+            self._tensors[device] = {name: tensor.to(device) for name, tensor in first.items()}
+        return self._tensors[device]
 
 
 def _padded_index(plan: Plan) -> Tensor:

@@ -37,14 +37,16 @@ class Contender:
     right: int = 0
     different: int = 0
     first_difference: dict[str, float] | None = None
+    on_gpu: bool = False
+    """There the host clock around a forward sees its launch only, so no host share is given."""
     metrics: DecodeMetrics = field(default_factory=DecodeMetrics)
     plain_forwards: Counter[str] = field(default_factory=Counter)
 
-    def options(self) -> dict[str, Any]:
+    def options(self, metrics: DecodeMetrics) -> dict[str, Any]:
         if self.strategy in OUTSIDE:
             return OUTSIDE[self.strategy]
         config = {"block_size": self.block_size}
-        return {"generation_strategy": self.strategy, "recguide_config": config, "recguide_hooks": [self.metrics]}
+        return {"generation_strategy": self.strategy, "recguide_config": config, "recguide_hooks": [metrics]}
 
     def report(self) -> dict[str, Any]:
         """This contender's entry of the JSON file."""
@@ -70,7 +72,7 @@ class Contender:
             "reuse_rate": m.reuse_rate,
             "outcomes": dict(m.outcomes),
             "query_tokens_per_forward": m.query_tokens_per_forward,
-            "host_share": m.host_share if ours else None,
+            "host_share": m.host_share if ours and not self.on_gpu else None,
             "wall_s": self.wall_s,
             "tokens_per_s": _ratio(self.new_tokens, self.wall_s),
             "accuracy": _ratio(self.right, self.prompts),
@@ -113,26 +115,27 @@ def run(
     try:
         for entry in entries:
             warm_up = chat_ids(tokenizer, tasks[entry.suite][0].prompt).to(model.device)
-            _generate(
-                model,
-                warm_up,
-                2 * max(4, entry.block_size),
-                Contender(entry.strategy, entry.block_size, entry.suite).options(),
-            )
+            _generate(model, warm_up, 2 * max(4, entry.block_size), entry.options(DecodeMetrics()))
         for suite, suite_tasks in tasks.items():
-            for task in suite_tasks:
+            own = [entry for entry in entries if entry.suite == suite]
+            for entry in own:
+                entry.on_gpu = model.device.type == "cuda"
+            for number, task in enumerate(suite_tasks):
                 ids = chat_ids(tokenizer, task.prompt).to(model.device)
-                reference: list[int] | None = None
-                for entry in (entry for entry in entries if entry.suite == suite):
+                outputs: dict[int, list[int]] = {}
+                # Whoever comes first may find cold caches: the order turns from prompt to prompt.
+                turn = number % len(own)
+                for entry in own[turn:] + own[:turn]:
                     counter.clear()
-                    options = entry.options()
+                    metrics = DecodeMetrics()
                     start = time.perf_counter()
-                    output = _generate(model, ids, max_new_tokens, options)
+                    output = _generate(model, ids, max_new_tokens, entry.options(metrics))
                     wall = time.perf_counter() - start
-                    reference = output if reference is None else reference
-                    _note(entry, task, output, wall, counter["forward"], tokenizer)
-                    _compare(entry, model, ids, output, reference)
+                    outputs[id(entry)] = output
+                    _note(entry, task, output, wall, metrics, counter["forward"], tokenizer)
                     advance()
+                for entry in own:
+                    _compare(entry, model, ids, outputs[id(entry)], outputs[id(own[0])])
     finally:
         handle.remove()
 
@@ -150,10 +153,12 @@ def _note(
     task: Task,
     output: list[int],
     wall: float,
+    metrics: DecodeMetrics,
     forwards: int,
     tokenizer: Any,
 ) -> None:
     entry.prompts += 1
+    entry.metrics.add(metrics)
     entry.new_tokens += len(output)
     entry.wall_s += wall
     entry.right += bool(task.checks) and score(task, tokenizer.decode(output, skip_special_tokens=True))
@@ -175,7 +180,7 @@ def _compare(entry: Contender, model: Any, ids: torch.Tensor, output: list[int],
 
 
 def check(entries: Sequence[Contender]) -> None:
-    """Raise [`LosslessError`] if a counter identity fails or an output of ours is not `ar`'s."""
+    """Raise [`LosslessError`] if a counter identity fails or an output is not `ar`'s, an outside baseline's included."""
     for entry in entries:
         if entry.strategy not in OUTSIDE:
             entry.metrics.check()
@@ -197,25 +202,24 @@ def ratios(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
     Quotients of means over the suites: `recguide-16/linear-16 decode_tpf`, each strategy's tokens a second against `ar`
     and against `hf-generate`.
     """
-    labels = {label_of(r["strategy"], r["block_size"]): None for r in runs}
+    by_label: dict[str, dict[str, dict[str, Any]]] = {}
+    for r in runs:
+        by_label.setdefault(label_of(r["strategy"], r["block_size"]), {})[r["suite"]] = r
 
-    def mean(label: str, key: str) -> float:
-        values: list[float] = [r[key] for r in runs if label_of(r["strategy"], r["block_size"]) == label]
-        return sum(values) / len(values)
+    def quotient(label: str, base: str, key: str) -> float:
+        shared = by_label[label].keys() & by_label[base].keys()
+        return _ratio(sum(by_label[label][s][key] for s in shared), sum(by_label[base][s][key] for s in shared))
 
     found = {}
-    for label in labels:
+    for label in by_label:
         strategy, _, size = label.partition("-")
-        if strategy in ("recguide", "quadratic") and f"linear-{size}" in labels:
-            found[f"{label}/linear-{size} decode_tpf"] = _ratio(
-                mean(label, "decode_tpf"), mean(f"linear-{size}", "decode_tpf")
-            )
-            found[f"{label}/linear-{size} tokens_per_s"] = _ratio(
-                mean(label, "tokens_per_s"), mean(f"linear-{size}", "tokens_per_s")
-            )
+        linear = f"linear-{size}"
+        if strategy in ("recguide", "quadratic") and linear in by_label:
+            for key in ("decode_tpf", "tokens_per_s"):
+                found[f"{label}/{linear} {key}"] = quotient(label, linear, key)
         for base in ("ar", "hf-generate"):
-            if base in labels and label != base:
-                found[f"{label}/{base} tokens_per_s"] = _ratio(mean(label, "tokens_per_s"), mean(base, "tokens_per_s"))
+            if base in by_label and label != base:
+                found[f"{label}/{base} tokens_per_s"] = quotient(label, base, "tokens_per_s")
     return found
 
 
@@ -232,7 +236,7 @@ def environment(model_name: str, model: Any) -> dict[str, Any]:
         "transformers": version("transformers"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": _processor(model.device),
         "threads": torch.get_num_threads(),
         "omp_wait_policy": environ.get("OMP_WAIT_POLICY", "default"),
         "device": str(model.device),
@@ -241,9 +245,9 @@ def environment(model_name: str, model: Any) -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     try:
         with open("/proc/cpuinfo") as file:
             return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from .. import attach, tiny_path
-from ..errors import RecGuideError
+from ..errors import ConfigError, RecGuideError
 
 TINY = "recguide-tiny"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,12 +32,10 @@ def load(name: str, dtype: str, device: str, trust_remote_code: bool = False) ->
         device (`str`): as in `device_map`: `cpu`, `cuda`, `auto`, …
     """
     if dtype not in DTYPES:
-        raise typer.BadParameter(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}.")
+        raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}.")
     path = tiny_path() if name == TINY else name
     if name == TINY and not Path(path, "config.json").is_file():
-        raise typer.BadParameter(
-            f"This installation has no embedded model (expected it in {path}). Reinstall recguide."
-        )
+        raise ConfigError(f"This installation has no embedded model (expected it in {path}). Reinstall recguide.")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -65,6 +63,6 @@ def readable_errors() -> Iterator[None]:
     """A user's mistake ends the command with its message and exit code 2, not with a traceback."""
     try:
         yield
-    except (RecGuideError, OSError, ValueError) as error:
-        errors.print(f"[red]Error:[/red] {error}", highlight=False, markup=True, soft_wrap=True)
+    except (RecGuideError, OSError) as error:
+        errors.print(f"Error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error

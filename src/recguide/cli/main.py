@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,8 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import TextStreamer
 
-from ..config import STRATEGIES
-from ..errors import LosslessError, MissingDependencyError
+from ..config import STRATEGIES, RecGuideConfig
+from ..errors import ConfigError, LosslessError, MissingDependencyError
+from ..hf_strategy import resolve_config
+from ..hooks import Hook
 from ..metrics import DecodeMetrics
 from ..tiny.examples import EXAMPLES
 from ..tiny.tasks import FAMILIES, Task, make_task
@@ -57,26 +59,16 @@ def generate(
     """Answer one prompt, streaming."""
     with readable_errors():
         text = sys.stdin.read() if prompt == "-" else prompt
+        config = resolve_config(strategy, {"block_size": block_size})
         loaded, tokenizer = load(model, dtype, device, trust_remote_code)
-        ids = chat_ids(tokenizer, text).to(loaded.device)
         metrics = DecodeMetrics()
-        header = {"model": model, "strategy": strategy, "block_size": block_size, "prompt": text}
-        writer = TraceWriter(trace, header) if trace else None
-        start = time.perf_counter()
-        try:
-            loaded.generate(
-                ids,
-                attention_mask=ids.new_ones(ids.shape),
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-                generation_strategy=strategy,
-                recguide_config={"block_size": block_size},
-                recguide_hooks=[metrics, *([writer] if writer else [])],
-            )
-        finally:
-            if writer:
-                writer.__exit__(None, None, None)
+        with ExitStack() as stack:
+            hooks: list[Hook] = [metrics]
+            if trace:
+                header = {"model": model, "strategy": strategy, "block_size": block_size, "prompt": text}
+                hooks.append(stack.enter_context(TraceWriter(trace, header)))
+            start = time.perf_counter()
+            _stream(loaded, tokenizer, text, max_new_tokens, config, hooks)
         wall = time.perf_counter() - start
         out.print(
             f"[dim]{metrics.new_tokens} tokens in {wall:.2f} s, {metrics.decode_forwards} forwards after the prefill, "
@@ -97,17 +89,8 @@ def quickstart(
         tasks = {family: [Task(family, "example", prompt, "", ())] for family, prompt in EXAMPLES.items()}
         for family, prompt in EXAMPLES.items():
             out.rule(f"[bold]{family}")
-            out.print(f"[cyan]{prompt}[/cyan]\n", highlight=False)
-            ids = chat_ids(tokenizer, prompt).to(loaded.device)
-            loaded.generate(
-                ids,
-                attention_mask=ids.new_ones(ids.shape),
-                max_new_tokens=256,
-                do_sample=False,
-                streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-                generation_strategy="recguide",
-                recguide_config={"block_size": block_size},
-            )
+            out.print(f"{prompt}\n", style="cyan", markup=False, highlight=False)
+            _stream(loaded, tokenizer, prompt, 256, resolve_config("recguide", {"block_size": block_size}), [])
         out.rule("[bold]the same prompts, three ways")
         entries = benchmark.contenders(("ar", "linear", "recguide"), (block_size,), tuple(EXAMPLES))
         benchmark.run(loaded, tokenizer, tasks, entries, max_new_tokens=256)
@@ -131,11 +114,12 @@ def bench(
     device: DeviceOption = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="torch threads; by default torch's own choice.")] = None,
 ) -> None:
-    """Run strategies side by side, one request at a time, and check that outputs equal plain decoding."""
-    if "OMP_WAIT_POLICY" not in os.environ:
-        # Read when torch was imported: too late for this process. Spinning threads are slow beside any other load.
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-        os.execv(sys.executable, [sys.executable, "-m", "recguide", *sys.argv[1:]])
+    """
+    Run strategies side by side, one request at a time, and check that outputs equal plain decoding.
+
+    The code suite runs what the model writes, in a subprocess with limits of time, memory and files. That contains the
+    accidents of a small model; it is no sandbox against a hostile one.
+    """
     with readable_errors():
         suites = _names(suite, FAMILIES, "--suite")
         _names(split, ("test", "unseen"), "--split")
@@ -180,7 +164,7 @@ def bench(
         try:
             benchmark.check(entries)
         except LosslessError as error:
-            out.print(f"[red]Not lossless:[/red] {error}", soft_wrap=True)
+            out.print(f"Not lossless: {error}", style="red", markup=False, soft_wrap=True)
             raise typer.Exit(1) from error
         out.print(_summary(runs, accuracy=True))
         for name, value in benchmark.ratios(runs).items():
@@ -195,17 +179,24 @@ def train_tiny(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Stop after so many steps of the recipe, for a trial.")
     ] = None,
+    figures: Annotated[
+        Path | None,
+        typer.Option(help="JSON file of a benchmark of the finished model: its figures go on the model's card."),
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
-    """Train the embedded model by the committed recipe."""
+    """Train the embedded model by the committed recipe, or go on with that; write the model and its card."""
     with readable_errors():
         try:
             import reasoning_gym  # noqa: F401
         except ImportError as error:
             raise MissingDependencyError('Training needs reasoning-gym: pip install "recguide[train]".') from error
+        from ..tiny.card import write_card
         from ..tiny.train import Recipe, train
 
-        train(Recipe(), output, stop_after=steps, threads=threads)
+        if train(Recipe(), output, stop_after=steps, threads=threads):
+            write_card(output / "history.jsonl", figures, output / "model")
+            out.print(f"The model and its card are in {output / 'model'}.", markup=False)
 
 
 @app.command()
@@ -215,6 +206,22 @@ def doctor() -> None:
     for name, value in diagnose():
         table.add_row(f"[bold]{name}", value)
     out.print(table)
+
+
+def _stream(
+    model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, config: RecGuideConfig, hooks: list[Hook]
+) -> None:
+    ids = chat_ids(tokenizer, prompt).to(model.device)
+    model.generate(
+        ids,
+        attention_mask=ids.new_ones(ids.shape),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        generation_strategy=config.strategy,
+        recguide_config=config,
+        recguide_hooks=hooks,
+    )
 
 
 def _summary(runs: list[dict[str, Any]], accuracy: bool) -> Table:
@@ -254,7 +261,7 @@ def _summary(runs: list[dict[str, Any]], accuracy: bool) -> Table:
 def _names(text: str, known: tuple[str, ...], option: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"{option} must be of {', '.join(known)}; got {', '.join(unknown)}.")
+        raise ConfigError(f"{option} must be of {', '.join(known)}; got {', '.join(unknown)}.")
     return names
 
 
@@ -262,7 +269,7 @@ def _integer(text: str) -> int:
     try:
         return int(text)
     except ValueError as error:
-        raise ValueError(f"--block-size must be whole numbers with commas between; got {text!r}.") from error
+        raise ConfigError(f"--block-size must be whole numbers with commas between; got {text!r}.") from error
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:

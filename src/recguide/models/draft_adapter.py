@@ -58,7 +58,7 @@ def _add_delta(linear: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> T
     rows = _rows.get()
     if rows is None:
         return None
-    return output + linear.get_submodule(SUBMODULE)(args[0]) * rows.unsqueeze(-1).to(output.dtype)  # type: ignore[no-any-return]
+    return output + linear.get_submodule(SUBMODULE)(args[0]) * rows.unsqueeze(-1).to(output)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ def add_draft_adapter(model: nn.Module, config: DraftAdapterConfig) -> dict[str,
             delta = LoraDelta(module.in_features, module.out_features, config.r, config.lora_alpha / config.r)
             hook = getattr(module, "_hf_hook", None)
             device = getattr(hook, "execution_device", None)
-            delta.to(device=module.weight.device if device is None else device, dtype=module.weight.dtype)
+            # A quantized layer's weight is no floating-point tensor; its delta is kept in torch's default type.
+            dtype = module.weight.dtype if module.weight.is_floating_point() else torch.get_default_dtype()
+            delta.to(device=module.weight.device if device is None else device, dtype=dtype)
             if not hasattr(module, SUBMODULE):
                 module.register_forward_hook(_add_delta)
             module.add_module(SUBMODULE, delta)

@@ -9,7 +9,7 @@ continuation branch) and MASK elsewhere; a small model sees that pattern too rar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,10 @@ class Batch:
     labels: Tensor
     visible: Tensor
     adapter: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on another device."""
+        return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
 def documents(tokenizer: Any, family_weights: dict[str, float], split: str, seed: int) -> Iterator[Document]:

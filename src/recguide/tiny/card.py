@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MissingDependencyError
+from .batches import PROSE_SHARE
+from .tasks import templates
 from .train import Recipe
 
 CARD = """---
@@ -37,10 +39,10 @@ digits one by one, ChatML), YaRN, query scaling, untied head, draft adapter on `
 
 ## Data
 
-Made by `recguide.tiny.tasks`, without end, from seeds: **math** (10 templates of reasoning-gym's `gsm_symbolic` with worked
-solutions, 8 composed stories whose steps use the last step's result), **code** (13 kinds of small Python functions, checked by
-running assertions), **text** (14 kinds of instructions, checked by rules), and {prose:.0%} prose and code of Python's standard library.
-Which of train and test an instance belongs to is a property of its prompt; the split `unseen` holds templates that training never saw.
+Made by `recguide.tiny.tasks`, without end, from seeds: **math** ({gsm} templates of reasoning-gym's `gsm_symbolic` with
+worked solutions, {stories} composed stories whose steps use the last step's result), **code** ({code} kinds of small Python functions,
+checked by running assertions), **text** ({text} kinds of instructions, checked by rules), and {prose:.0%} prose and code of Python's standard
+library. Which of train and test an instance belongs to is a property of its prompt; the split `unseen` holds templates that training never saw.
 
 ## Training
 
@@ -92,7 +94,11 @@ def write_card(history: Path, bench: Path | None, directory: Path) -> None:
         vocab=config["vocab_size"],
         rank=adapter["r"],
         scale=adapter["lora_alpha"] / adapter["r"],
-        prose=0.06,
+        prose=PROSE_SHARE,
+        gsm=sum(t.name.startswith("gsm") for t in templates("math", "train")),
+        stories=sum(not t.name.startswith("gsm") for t in templates("math", "train")),
+        code=len(templates("code", "train")),
+        text=len(templates("text", "train")),
         recipe=json.dumps(asdict(Recipe()), indent=1),
         figures=_figures(json.loads(bench.read_text())) if bench else "Not measured yet.",
     )

@@ -135,7 +135,7 @@ def losses(model: nn.Module, batch: Batch, clean: int) -> tuple[Tensor, Tensor, 
     used = batch.labels != IGNORE
     logits = model.lm_head(hidden[used]).float()  # type: ignore[operator]
     labels = batch.labels[used]
-    in_blocks = (torch.arange(batch.labels.shape[1]) >= clean).expand(batch.labels.shape)[used]
+    in_blocks = (torch.arange(batch.labels.shape[1], device=used.device) >= clean).expand(batch.labels.shape)[used]
     ce = F.cross_entropy(logits, labels, reduction="none")
     right = torch.zeros_like(used)
     right[used] = logits.argmax(-1) == labels
@@ -198,7 +198,7 @@ def held_out_batches(tokenizer: Any, recipe: Recipe, count: int = 4) -> list[Bat
     return [next(source) for _ in range(count)]
 
 
-def train(recipe: Recipe, output: Path, stop_after: int | None = None, threads: int | None = None) -> None:
+def train(recipe: Recipe, output: Path, stop_after: int | None = None, threads: int | None = None) -> bool:
     """
     Train, or go on from the last checkpoint in `output`; writes `output/model` (bf16, released layout) at the end.
 
@@ -207,6 +207,10 @@ def train(recipe: Recipe, output: Path, stop_after: int | None = None, threads: 
         output (`Path`): directory for `tokenizer/`, `checkpoint.pt`, `history.jsonl` and `model/`.
         stop_after (`int`, *optional*): end early, at this step of the recipe, with a checkpoint and no model.
         threads (`int`, *optional*): torch threads.
+
+    Returns:
+        `bool`: whether the recipe has been run to its end. A resumed run draws its data anew from the step it goes on from, so
+        it differs from one that was never stopped, but not from one that was stopped at the same steps.
     """
     if threads:
         torch.set_num_threads(threads)
@@ -224,7 +228,7 @@ def train(recipe: Recipe, output: Path, stop_after: int | None = None, threads: 
 
     step = started = _resume(output, recipe, accelerator.unwrap_model(model), optims)
     source: Iterator[Batch] = iter(())
-    held_out = held_out_batches(tokenizer, recipe)
+    held_out = [batch.to(accelerator.device) for batch in held_out_batches(tokenizer, recipe)]
     saved_at = time.monotonic()
     last = min(recipe.steps, stop_after or recipe.steps)
     model.train()
@@ -250,7 +254,7 @@ def train(recipe: Recipe, output: Path, stop_after: int | None = None, threads: 
                 )
             for optim, rate in zip(optims, phase.rates(done), strict=True):
                 optim.param_groups[0]["lr"] = rate
-            ar_loss, draft_loss, _ = losses(model, next(source), recipe.clean)
+            ar_loss, draft_loss, _ = losses(model, next(source).to(accelerator.device), recipe.clean)
             accelerator.backward(ar_loss + phase.draft_weight * draft_loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             for optim in optims:
@@ -279,8 +283,10 @@ def train(recipe: Recipe, output: Path, stop_after: int | None = None, threads: 
             if time.monotonic() - saved_at > 60 * recipe.checkpoint_minutes or step == last:
                 _save(output, recipe, step, accelerator.unwrap_model(model), optims)
                 saved_at = time.monotonic()
-    if step == recipe.steps:
-        export(accelerator.unwrap_model(model), tokenizer, output / "model")
+    if step < recipe.steps:
+        return False
+    export(accelerator.unwrap_model(model), tokenizer, output / "model")
+    return True
 
 
 def export(model: Any, tokenizer: Any, directory: Path) -> None:
@@ -309,7 +315,7 @@ def _resume(output: Path, recipe: Recipe, model: nn.Module, optims: list[torch.o
     path = output / "checkpoint.pt"
     if not path.exists():
         return 0
-    state = torch.load(path, weights_only=True)
+    state = torch.load(path, weights_only=True, map_location="cpu")
     if state["recipe"] != json.dumps(asdict(recipe)):
         raise CheckpointError(
             f"{path} was made by another recipe: {state['recipe']}; expected {json.dumps(asdict(recipe))}. Use another --output."
@@ -317,4 +323,8 @@ def _resume(output: Path, recipe: Recipe, model: nn.Module, optims: list[torch.o
     model.load_state_dict(state["model"])
     for optim, saved in zip(optims, state["optims"], strict=True):
         optim.load_state_dict(saved)
-    return int(state["step"])
+    step = int(state["step"])
+    history = output / "history.jsonl"
+    kept = [line for line in history.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
+    history.write_text("".join(kept))
+    return step

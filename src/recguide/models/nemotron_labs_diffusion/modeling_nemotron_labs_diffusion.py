@@ -12,12 +12,13 @@ from torch import Tensor
 from transformers import Ministral3ForCausalLM
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
-from transformers.utils import cached_file
+from transformers.utils import cached_file, logging
 
 from ...errors import CheckpointError
 from ..draft_adapter import SUBMODULE, draft_adapter_of, load_draft_adapter, save_draft_adapter
 from .configuration_nemotron_labs_diffusion import NemotronLabsDiffusionConfig
 
+logger = logging.get_logger(__name__)
 ADAPTER_DIRECTORY = "linear_spec_lora"
 ADAPTER_RENAMES = {"encoder.": "model."}
 
@@ -71,29 +72,32 @@ class NemotronLabsDiffusionModel(Ministral3ForCausalLM):
             )
         if directory := _adapter_directory(pretrained_model_name_or_path, kwargs):
             load_draft_adapter(model, directory, ADAPTER_RENAMES)
+        else:
+            logger.warning(
+                f"{pretrained_model_name_or_path} has no {ADAPTER_DIRECTORY}/: the model drafts without its adapter."
+            )
         return (model, info) if wants_info else model
 
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:  # type: ignore[override]
         """Save in the release's layout: released key names, the draft adapter in `linear_spec_lora/`."""
+        if is_main_process and draft_adapter_of(self):
+            # First, so that an upload by `push_to_hub=True` takes it along.
+            save_draft_adapter(self, Path(save_directory) / ADAPTER_DIRECTORY, ADAPTER_RENAMES)
         state: dict[str, Tensor] = kwargs.pop("state_dict", None) or self.state_dict()
         base = {key: value for key, value in state.items() if f".{SUBMODULE}." not in key}
-        super().save_pretrained(save_directory, state_dict=base, **kwargs)
-        if draft_adapter_of(self):
-            save_draft_adapter(self, Path(save_directory) / ADAPTER_DIRECTORY, ADAPTER_RENAMES)
+        super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=base, **kwargs)
 
 
 def _adapter_directory(name_or_path: Any, kwargs: dict[str, Any]) -> Path | None:
     """Where the checkpoint's draft adapter lies on this machine, fetched from the hub if need be; None if it has none."""
-    local = Path(name_or_path) / ADAPTER_DIRECTORY
+    subfolder = Path(kwargs.get("subfolder") or "") / ADAPTER_DIRECTORY
     if Path(name_or_path).is_dir():
+        local = Path(name_or_path) / subfolder
         return local if local.is_dir() else None
-    hub = {
-        key: kwargs[key]
-        for key in ("cache_dir", "revision", "token", "local_files_only", "force_download")
-        if key in kwargs
-    }
+    names = ("cache_dir", "revision", "token", "local_files_only", "force_download")
+    hub = {key: kwargs[key] for key in names if key in kwargs}
     found = [
-        cached_file(name_or_path, name, subfolder=ADAPTER_DIRECTORY, _raise_exceptions_for_missing_entries=False, **hub)
+        cached_file(name_or_path, name, subfolder=str(subfolder), _raise_exceptions_for_missing_entries=False, **hub)
         for name in ("adapter_config.json", "adapter_model.safetensors")
     ]
     return Path(found[0]).parent if found[0] else None

@@ -1,7 +1,7 @@
 """Endless, deterministic tasks in three families, on which the tiny models are trained and scored."""
 
 from .prose import prose_passages
-from .suite import make_task, score, score_many, templates
+from .suite import make_task, score, templates
 from .task import FAMILIES, SPLITS, Task, Template
 
 __all__ = [
@@ -12,6 +12,5 @@ __all__ = [
     "make_task",
     "prose_passages",
     "score",
-    "score_many",
     "templates",
 ]

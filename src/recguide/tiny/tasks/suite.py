@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from random import Random
@@ -39,11 +39,6 @@ def make_task(family: str, split: str, index: int) -> Task:
 def score(task: Task, output: str) -> bool:
     """Whether ``output`` solves ``task``."""
     return _SCORERS[task.family](task, output)
-
-
-def score_many(tasks: Iterable[Task], outputs: Iterable[str]) -> list[bool]:
-    """``score`` for each pair of a task and its output."""
-    return [score(task, output) for task, output in zip(tasks, outputs, strict=True)]
 
 
 def _is_test(prompt: str) -> bool:
