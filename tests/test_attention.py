@@ -46,7 +46,7 @@ def a_batch(draw: st.DrawFn) -> tuple[list[list[Segment]], list[int]]:
         row = [] if kind == "idle" else [Segment([0] * length, 0, bidirectional=kind == "draft")]
         if kind == "verify":
             for _ in range(draw(st.integers(0, 3))):
-                row.append(Segment([0] * draw(st.integers(1, 4)), 0, True, True, draw(st.integers(1, length))))
+                row.append(Segment([0] * draw(st.integers(1, 4)), 0, True, 0, draw(st.integers(1, length))))
         rows.append(row)
     if not any(rows):
         rows[-1] = [Segment([0] * 3, 0)]
@@ -219,15 +219,16 @@ def test_a_packed_plan_equals_separate_plain_forwards(model: PreTrainedModel) ->
     verified, first, second, draft = [11, 6, 13, 2], [14, 5, 5], [5, 5, 5, 5], [3, 5, 5]
     adapter, kv = ModelAdapter(model, TorchSDPA()), DenseKV(3, capacity=4)
     drafts = model.config.model_type == "nemotron_labs_diffusion"
+    on = 0 if drafts else None
     with installed(model):
         _, predictions = adapter.forward([[Segment(p, 0)] for p in prompts], kv)
         near(predictions.logits, torch.cat([plain_causal(model, p) for p in prompts]))
         for row, prompt in enumerate(prompts):
             kv.commit(row, len(prompt))
         rows = [
-            [Segment(verified, 7), Segment(first, 9, True, drafts, 2), Segment(second, 11, True, drafts, 4)],
+            [Segment(verified, 7), Segment(first, 9, True, on, 2), Segment(second, 11, True, on, 4)],
             [],
-            [Segment(draft, 4, True, drafts)],
+            [Segment(draft, 4, True, on)],
         ]
         plan, predictions = adapter.forward(rows, kv)
         logits = predictions.logits

@@ -90,7 +90,7 @@ def test_resolve_from_nothing_a_dict_or_a_config() -> None:
     assert resolve_config("linear", None) == RecGuideConfig("linear")
     assert resolve_config("linear", {"block_size": 8}) == RecGuideConfig("linear", 8)
     assert resolve_config("linear", {"block_size": 8, "strategy": "linear"}) == RecGuideConfig("linear", 8)
-    assert resolve_config("quadratic", RecGuideConfig(block_size=4)) == RecGuideConfig("quadratic", 4)
+    assert resolve_config("quadratic", RecGuideConfig("quadratic", 4)) == RecGuideConfig("quadratic", 4)
 
 
 def test_resolving_leaves_the_users_dict_alone() -> None:

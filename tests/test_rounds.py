@@ -426,7 +426,7 @@ def test_the_adapter_changes_drafts_and_no_bit_of_verification() -> None:
         kv = cached(adapter, [prompt])
         row = [adapter.causal([3, 8, 1, 7], 3), adapter.block([9, None, None], 5, 2)]
         plan, on = adapter.forward([row], kv)
-        off_row = [Segment(s.tokens, s.position, s.bidirectional, False, s.hypothesis, s.outputs) for s in row]
+        off_row = [Segment(s.tokens, s.position, s.bidirectional, None, s.hypothesis, s.outputs) for s in row]
         _, off = adapter.forward([off_row], kv)
         held = {path: delta.scale for path, delta in deltas.items()}
         try:

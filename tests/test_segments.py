@@ -23,11 +23,13 @@ def a_row(draw: st.DrawFn) -> list[Segment]:
     kind = draw(st.sampled_from(("none", "draft", "verify", "verify")))
     if kind == "none":
         return []
-    first = Segment(draw(tokens), position, kind == "draft", draw(st.booleans()), outputs=draw(outputs))
+    first = Segment(draw(tokens), position, kind == "draft", draw(st.sampled_from([None, 0, 1])), outputs=draw(outputs))
     row = [first]
     for _ in range(draw(st.integers(0, 3)) if kind == "verify" else 0):
         depth = draw(st.integers(1, len(first.tokens)))
-        row.append(Segment(draw(tokens), position + depth, True, draw(st.booleans()), depth, draw(outputs)))
+        row.append(
+            Segment(draw(tokens), position + depth, True, draw(st.sampled_from([None, 0, 1])), depth, draw(outputs))
+        )
     return row
 
 
@@ -83,7 +85,8 @@ def test_pack_equals_a_construction_token_by_token(batch: tuple[list[list[Segmen
 def test_pack_marks_the_adapter_and_the_wanted_rows(batch: tuple[list[list[Segment]], list[int]]) -> None:
     rows, prefix = batch
     plan, tokens = pack(rows, prefix, CPU), tokens_of(rows)
-    flags = [rows[t.row][t.segment].adapter for t in tokens]
+    starts = [rows[t.row][t.segment].adapter_from for t in tokens]
+    flags = [start is not None and t.offset >= start for t, start in zip(tokens, starts, strict=True)]
     assert flags == [False] * len(tokens) if plan.adapter is None else flags == plan.adapter.tolist()
     output_rows = list(range(len(tokens))) if plan.output_rows is None else plan.output_rows.tolist()
     covered = []
@@ -130,8 +133,8 @@ def test_dense_mask_equals_a_loop_over_queries_and_keys(batch: tuple[list[list[S
 @pytest.mark.parametrize("empty", [0, 1, 2])
 def test_dense_mask_with_an_empty_row_at_any_place(empty: int) -> None:
     rows = [
-        [Segment([1, 2, 3], 4), Segment([7, 5, 5], 6, True, True, 2)],
-        [Segment([4], 9), Segment([5, 5], 10, True, True, 1)],
+        [Segment([1, 2, 3], 4), Segment([7, 5, 5], 6, True, 0, 2)],
+        [Segment([4], 9), Segment([5, 5], 10, True, 0, 1)],
     ]
     prefix = [4, 9]
     rows.insert(empty, [])
@@ -145,8 +148,8 @@ def test_a_fused_round_by_hand() -> None:
     """Three verified tokens, a correction at depth 1 and a continuation at depth 3, behind two cached tokens."""
     row = [
         Segment([10, 11, 12], 2),
-        Segment([20, 5], 3, True, True, 1, (1, None)),
-        Segment([5, 5], 5, True, True, 3),
+        Segment([20, 5], 3, True, 0, 1, (1, None)),
+        Segment([5, 5], 5, True, 0, 3),
     ]
     plan = pack([row], [2], CPU)
     assert plan.visible.tolist() == [[0, 1, 0, 0], [0, 2, 0, 0], [0, 3, 0, 0], *[[3, 5, 0, 1]] * 2, *[[5, 7, 0, 3]] * 2]
@@ -161,4 +164,4 @@ def test_a_fused_round_by_hand() -> None:
 
 def test_a_branch_cannot_see_more_than_the_verified_segment_holds() -> None:
     with pytest.raises(AssertionError, match="a branch sees more"):
-        pack([[Segment([1, 2], 0), Segment([5], 3, True, True, 3)]], [0], CPU)
+        pack([[Segment([1, 2], 0), Segment([5], 3, True, 0, 3)]], [0], CPU)

@@ -266,7 +266,7 @@ def _decode(
     columns = Columns(
         batch,
         input_ids,
-        pad=int(pad) if eos else None,
+        pad=int(pad) if eos and pad is not None else None,
         criteria=[c for c in criteria if c not in by_row],
         streamer=streamer,
         recorder=recorder,

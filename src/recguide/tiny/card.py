@@ -39,10 +39,16 @@ digits one by one, ChatML), YaRN, query scaling, untied head, draft adapter on `
 
 ## Data
 
-Made by `recguide.tiny.tasks`, without end, from seeds: **math** ({gsm} templates of reasoning-gym's `gsm_symbolic` with
-worked solutions, {stories} composed stories whose steps use the last step's result), **code** ({code} kinds of small Python functions,
-checked by running assertions), **text** ({text} kinds of instructions, checked by rules), and {prose:.0%} prose and code of Python's standard
-library. Which of train and test an instance belongs to is a property of its prompt; the split `unseen` holds templates that training never saw.
+Made by `recguide.tiny.tasks`, without end, from seeds:
+
+* **math**: {gsm} templates of reasoning-gym's `gsm_symbolic` with worked solutions, and {stories} composed stories in which each step
+  uses the result of the step before; scored by the final number
+* **code**: {code} kinds of small Python functions, scored by running assertions
+* **text**: {text} kinds of instructions, scored by rules
+* {prose:.0%} prose and code of Python's standard library
+
+Which of train and test an instance belongs to is a property of its prompt; the split `unseen` holds templates that training
+never saw.
 
 ## Training
 
