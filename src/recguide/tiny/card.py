@@ -157,6 +157,6 @@ def _pictures(lines: list[dict[str, float]], directory: Path) -> None:
     figure.savefig(directory / "loss.png", dpi=110)
     figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
     axes.plot(steps, [line["accepted_run"] for line in evaluated], color="#1f5fa8")
-    axes.set(xlabel="step", ylabel="right guesses before the first wrong one (of 15)", ylim=(0, 15))
+    axes.set(xlabel="step", ylabel="right guesses in a row (of 15)", ylim=(0, 15))
     figure.savefig(directory / "acceptance.png", dpi=110)
     pyplot.close("all")
