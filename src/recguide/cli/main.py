@@ -225,19 +225,8 @@ def _stream(
 
 
 def _summary(runs: list[dict[str, Any]], accuracy: bool) -> Table:
-    table = Table(title="decode figures leave the prefill out")
-    columns = [
-        "suite",
-        "strategy",
-        "tokens / forward",
-        "e2e",
-        "tau",
-        "reused",
-        "query tokens",
-        "tokens / s",
-        "host",
-        "equal to AR",
-    ]
+    table = Table(title="decode figures leave the prefill out", pad_edge=False)
+    columns = ["suite", "strategy", "tok/fwd", "e2e", "tau", "reused", "query", "tok/s", "host", "equal"]
     for name in columns + (["accuracy"] if accuracy else []):
         table.add_column(name, justify="left" if name in ("suite", "strategy") else "right")
     for r in runs:

@@ -60,7 +60,6 @@ PHASES = (
     # Cut short of 1,400 steps on its way to 0.6, when two cores had to turn to drafting.
     Phase(steps=1222, matrix_lr=4e-3, other_lr=2.5e-3, end=0.6508571428571428, blocks=0),
     Phase(steps=1400, matrix_lr=4e-3, other_lr=2.5e-3, end=0.03, blocks=288),
-    Phase(steps=700, matrix_lr=2.5e-3, other_lr=1.5e-3, end=0.03, blocks=288),
 )
 
 
