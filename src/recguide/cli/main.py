@@ -225,7 +225,7 @@ def _stream(
 
 
 def _summary(runs: list[dict[str, Any]], accuracy: bool) -> Table:
-    table = Table(title="decode figures leave the prefill out", pad_edge=False)
+    table = Table(title="decode figures leave the prefill out", box=None, padding=(0, 1, 0, 0))
     columns = ["suite", "strategy", "tok/fwd", "e2e", "tau", "reused", "query", "tok/s", "host", "equal"]
     for name in columns + (["accuracy"] if accuracy else []):
         table.add_column(name, justify="left" if name in ("suite", "strategy") else "right")
