@@ -115,4 +115,4 @@ def test_says_its_licence(metadata: Message, names: list[str]) -> None:
 def test_installs_the_command(wheel: Path) -> None:
     with ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
-        assert "recguide = recguide.cli.main:app" in archive.read(name).decode().splitlines()
+        assert "recguide = recguide.__main__:main" in archive.read(name).decode().splitlines()
