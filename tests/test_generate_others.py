@@ -150,6 +150,9 @@ def test_defaults_from_a_config_object_and_not_on_a_class() -> None:
     metrics = DecodeMetrics()
     model.generate(PROMPT, **OPTIONS, recguide_hooks=[metrics])
     assert metrics.forwards["draft"] > 0
+    other = DecodeMetrics()
+    model.generate(PROMPT, **OPTIONS, generation_strategy="ar", recguide_hooks=[other])
+    assert other.forwards["draft"] == 0
     with pytest.raises(ConfigError, match="is a class"):
         attach(type(model), "linear")
 

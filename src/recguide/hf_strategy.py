@@ -36,7 +36,7 @@ from .hooks import Hook
 from .loop import generate as decode
 from .rounds import Request
 
-STRATEGY, OPTIONS, HOOKS = "generation_strategy", "recguide_config", "recguide_hooks"
+STRATEGY, OPTIONS = "generation_strategy", "recguide_config"
 _PLAIN = "_recguide_plain_generate"
 
 
@@ -79,6 +79,8 @@ def attach(
         strategy = generation_strategy or "recguide"
         resolve_config(strategy, recguide_config)
         given = asdict(recguide_config) if isinstance(recguide_config, RecGuideConfig) else dict(recguide_config or {})
+        # Kept once, under its own name: a call may ask for another strategy with the same options.
+        given.pop("strategy", None)
         setattr(model.generation_config, STRATEGY, strategy)
         setattr(model.generation_config, OPTIONS, given)
         # A config that stands as made from the model's is made anew on load, and would lose the two.
