@@ -13,9 +13,9 @@ from ...errors import MissingDependencyError
 from .task import Task, Template
 
 # Generators of reasoning_gym's `gsm_symbolic` whose worked solutions are sound and need integers only.
-_GSM_TRAIN = (9, 10, 16, 20, 31, 34, 39, 57, 62, 72)
+_GSM_TRAIN = (10, 31, 39, 72)
 _GSM_UNSEEN = (12, 30, 54, 95)
-_LARGEST = 120
+_LARGEST = 60
 
 _NAMES = ("Maya", "Liam", "Nora", "Omar", "Ella", "Hugo", "Iris", "Jonas", "Lena", "Felix", "Ruth", "Tom", "Ada", "Ben")
 _ANSWER = re.compile(r"####\s*(-?\d+)")
@@ -66,7 +66,7 @@ def _draw_gsm(number: int, rng: Random) -> Task:
 
 
 def _is_plain(text: str) -> bool:
-    """Only ASCII, and only integers from 0 to 120."""
+    """Only ASCII, and only integers from 0 to 60."""
     return (
         text.isascii()
         and not re.search(r"\d[.,]\d|%|= ?\$?-", text)
@@ -217,7 +217,7 @@ _RESULTS = {"+": "so now there are {m} {thing}", "-": "so {m} {thing} are left",
 def _draw_story(world: _World, rng: Random) -> Task:
     who, friend = rng.sample(_NAMES, 2)
     thing = rng.choice(world.things)
-    value = rng.randint(8, 60)
+    value = rng.randint(8, 45)
     fill = partial(str.format, who=who, friend=friend, thing=thing)
     story = [f"{fill(world.start, n=value)}."]
     lines = [f"At the start there are {value} {thing}."]
@@ -237,13 +237,11 @@ def _draw_story(world: _World, rng: Random) -> Task:
 
 
 def _draw_step(value: int, rng: Random) -> tuple[str, int]:
-    """An operation that keeps the running value a whole number from 1 to 120."""
-    factors = [n for n in (2, 3, 4, 5) if value * n <= _LARGEST]
-    divisors = [n for n in (2, 3, 4, 5) if value % n == 0 and value // n >= 4]
-    signs = ["+"] * (3 * (value <= 90)) + ["-"] * (3 * (value >= 10)) + ["*"] * bool(factors) + ["/"] * bool(divisors)
+    """An operation with a one-digit number that keeps the running value a whole number from 2 to 60."""
+    factors = [n for n in (2, 3) if value * n <= _LARGEST]
+    divisors = [n for n in (2, 3) if value % n == 0 and value // n >= 4]
+    signs = ["+"] * (3 * (value <= 51)) + ["-"] * (3 * (value >= 11)) + ["*"] * bool(factors) + ["/"] * bool(divisors)
     sign = rng.choice(signs)
-    if sign == "+":
-        return sign, rng.randint(2, 29)
-    if sign == "-":
-        return sign, rng.randint(2, min(29, value - 3))
+    if sign in "+-":
+        return sign, rng.randint(2, 9)
     return sign, rng.choice(factors if sign == "*" else divisors)
