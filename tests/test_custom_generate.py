@@ -13,7 +13,7 @@ import transformers.dynamic_module_utils
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils.versions import require_version
 
-import recguide.hf_strategy
+import recguide.hf_call
 import recguide.loop
 from recguide import (
     ConfigError,
@@ -77,11 +77,11 @@ def expected(model: Any) -> torch.Tensor:
 def test_on_an_attached_model(model: NemotronLabsDiffusionModel, monkeypatch: pytest.MonkeyPatch) -> None:
     configs: list[RecGuideConfig] = []
 
-    def decode(batch: Any, adapter: Any, config: RecGuideConfig, *args: Any, **kwargs: Any) -> Any:
+    def method_of(config: RecGuideConfig, *args: Any) -> Any:
         configs.append(config)
-        return recguide.loop.generate(batch, adapter, config, *args, **kwargs)
+        return recguide.loop.method_of(config, *args)
 
-    monkeypatch.setattr(recguide.hf_strategy, "decode", decode)
+    monkeypatch.setattr(recguide.hf_call, "method_of", method_of)
     assert torch.equal(custom(model, PROMPT), expected(model))
     assert configs == [RecGuideConfig("recguide")], "decoded once, and without a name the strategy is recguide"
 
@@ -159,8 +159,8 @@ def test_what_else_generate_takes(model: NemotronLabsDiffusionModel) -> None:
 @pytest.mark.usefixtures("_detached")
 def test_refusals_reach_the_caller() -> None:
     model = toy_model(num_hidden_layers=1)
-    with pytest.raises(UnsupportedError, match="do_sample"):
-        custom(model, PROMPT, do_sample=True)
+    with pytest.raises(UnsupportedError, match="num_beams"):
+        custom(model, PROMPT, num_beams=2)
     with pytest.raises(ConfigError, match="block_size"):
         custom(model, PROMPT, recguide_config={"block_size": 12})
 

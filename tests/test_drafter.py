@@ -7,7 +7,7 @@ import pytest
 from recguide import RecGuideConfig, UnsupportedError
 from recguide.adapter import Drafter, ModelAdapter
 from recguide.attention import resolve_backend
-from recguide.loop import generate
+from recguide.loop import generate, method_of
 from recguide.rounds import Request
 from recguide.testing import MASK, toy_model
 
@@ -16,8 +16,10 @@ NOISE = Drafter(filler_token_id=7, excluded_token_ids=(MASK,), adapter_on_seed=F
 
 
 def decode(drafter: Drafter | None, **options: Any) -> list[int]:
-    request = Request(0, [1, 2, 3], 30, lambda tokens: None)
-    generate([request], ModelAdapter(MODEL, resolve_backend(), drafter), RecGuideConfig(**options))
+    adapter = ModelAdapter(MODEL, resolve_backend(), drafter)
+    method = method_of(RecGuideConfig(**options), frozenset(), adapter)
+    request = Request(0, [1, 2, 3], 30, lambda tokens: None, method)
+    generate([request], adapter)
     return request.tokens
 
 

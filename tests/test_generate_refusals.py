@@ -111,7 +111,6 @@ def test_the_counter_counts(model: NemotronLabsDiffusionModel) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"do_sample": True}, ["do_sample=True", "sampling is not implemented yet"]),
         ({"num_beams": 2}, ["num_beams=2"]),
         ({"output_attentions": True, "return_dict_in_generate": True}, ["output_attentions"]),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, ["output_hidden_states"]),

@@ -10,7 +10,7 @@ from recguide.adapter import ModelAdapter
 from recguide.attention import resolve_backend
 from recguide.config import RecGuideConfig
 from recguide.hooks import Hook, Hooks
-from recguide.loop import generate
+from recguide.loop import generate, method_of
 from recguide.models.nemotron_labs_diffusion import NemotronLabsDiffusionModel
 from recguide.rounds import Request
 from recguide.structs import FinishRecord, RoundRecord
@@ -47,12 +47,16 @@ def model() -> NemotronLabsDiffusionModel:
 
 
 def requests_of(prompts: Sequence[list[int]], new: int = NEW) -> list[Request]:
-    return [Request(10 + i, list(prompt), new, lambda tokens: None) for i, prompt in enumerate(prompts)]
+    method = method_of(RecGuideConfig(block_size=4), frozenset(), ModelAdapter(model(), resolve_backend()))
+    return [Request(10 + i, list(prompt), new, lambda tokens: None, method) for i, prompt in enumerate(prompts)]
 
 
 def run(requests: Sequence[Request], hooks: Sequence[Hook], **options: Any) -> list[list[int]]:
-    options = {"strategy": "recguide", "block_size": 4, **options}
-    generate(requests, ModelAdapter(model(), resolve_backend()), RecGuideConfig(**options), hooks=hooks)
+    adapter = ModelAdapter(model(), resolve_backend())
+    method = method_of(RecGuideConfig(**{"block_size": 4, **options}), frozenset(), adapter)
+    for request in requests:
+        request.method = method
+    generate(requests, adapter, hooks=hooks)
     return [request.tokens for request in requests]
 
 
@@ -141,7 +145,8 @@ def test_an_exception_reaches_the_caller_and_everything_is_released(event: str, 
 
 def test_a_request_that_had_ended_before_the_exception_keeps_its_reason() -> None:
     log: list[tuple[str, str, Any]] = []
-    requests = [*requests_of(PROMPTS[:1], new=1), Request(99, list(PROMPTS[1]), NEW, lambda tokens: None)]
+    requests = [*requests_of(PROMPTS[:1], new=1), *requests_of(PROMPTS[1:2])]
+    requests[1].id = 99
     with pytest.raises(RuntimeError, match="fails at on_verify"):
         run(requests, [Recorder("a", log, fails_at="on_verify")])
     ends = [record for _, event, record in log if event == "on_finish"]

@@ -1,12 +1,13 @@
 """Counters: they agree with the records they count, and contradictions are caught."""
 
 import pytest
+import torch
 
 from recguide import LosslessError, RecGuideConfig
 from recguide.adapter import ModelAdapter
 from recguide.attention import resolve_backend
-from recguide.loop import generate
-from recguide.metrics import DecodeMetrics
+from recguide.loop import generate, method_of
+from recguide.metrics import DecodeMetrics, looping_tokens
 from recguide.rounds import Request
 from recguide.testing import ScriptedDrafts, toy_model
 
@@ -15,8 +16,9 @@ MODEL = toy_model()
 
 def decode(adapter: ModelAdapter, new_tokens: int, **options: object) -> tuple[list[int], DecodeMetrics]:
     metrics = DecodeMetrics()
-    request = Request(0, [1, 2, 3], new_tokens, lambda tokens: None)
-    generate([request], adapter, RecGuideConfig(**options), hooks=[metrics])  # type: ignore[arg-type]
+    method = method_of(RecGuideConfig(**options), frozenset(), adapter)  # type: ignore[arg-type]
+    request = Request(0, [1, 2, 3], new_tokens, lambda tokens: None, method)
+    generate([request], adapter, hooks=[metrics])
     return request.tokens, metrics
 
 
@@ -53,3 +55,31 @@ def test_a_contradiction_is_caught() -> None:
     metrics.forwards["draft"] += 1
     with pytest.raises(LosslessError, match="contradict"):
         metrics.check()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "looping"),
+    [
+        ([], 0),
+        ([7] * 3, 0),
+        ([7] * 4, 3),
+        ([1, 2, 3, 7, 7, 7, 7, 7], 4),
+        ([1, 2, 5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6, 7], 9),
+        ([1, 2, 5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6, 7, 8], 0),
+        (list(range(20)) * 3, 0),
+        (list(range(20)) * 4 + [0, 1], 62),
+    ],
+)
+def test_a_repetition_loop_is_told(tokens: list[int], looping: int) -> None:
+    assert looping_tokens(tokens) == looping
+
+
+@pytest.mark.parametrize("strategy", ["ar", "recguide"])
+def test_a_loop_is_flagged_in_the_statistics_and_its_text_is_that_of_ar(strategy: str) -> None:
+    """A bias makes the model write one token for ever, and the drafts are as sure of it."""
+    arguments = {"max_new_tokens": 60, "sequence_bias": {(9,): 100.0}, "return_dict_in_generate": True}
+    output = MODEL.generate(torch.tensor([[1, 2, 3]]), generation_strategy=strategy, **arguments)
+    assert output.sequences[0, 3:].tolist() == [9] * 60
+    assert output.statistics["looping_tokens"] == [59]
+    if strategy == "recguide":
+        assert output.statistics["mean_committed"] > 10

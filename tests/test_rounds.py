@@ -17,7 +17,7 @@ from recguide.hooks import Hook, Hooks
 from recguide.loop import Result, generate, method_of
 from recguide.models.draft_adapter import draft_adapter_of
 from recguide.models.nemotron_labs_diffusion import NemotronLabsDiffusionModel
-from recguide.rounds import Request, StopRule, prefill, run_round
+from recguide.rounds import Request, StopRule, plan_blocks, prefill, run_round
 from recguide.segments import Segment
 from recguide.structs import DraftSource, FinishRecord, ForwardRecord, Outcome, RoundRecord
 from recguide.testing import MASK, ScriptedDrafts, toy_model
@@ -96,10 +96,11 @@ def decode(
 ) -> tuple[list[list[int]], Log, Result]:
     """Outputs, what was observed, and the result."""
     limits = [new] * len(prompts) if isinstance(new, int) else new
-    requests = [Request(i, list(p), n, stop) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))]
-    log = Log()
     adapter = adapter or ModelAdapter(model(), resolve_backend())
-    result = generate(requests, adapter, RecGuideConfig(**options), eos, [log])
+    method = method_of(RecGuideConfig(**options), eos, adapter)
+    requests = [Request(i, list(p), n, stop, method) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))]
+    log = Log()
+    result = generate(requests, adapter, [log])
     return [r.tokens[r.prompt_tokens :] for r in requests], log, result
 
 
@@ -194,11 +195,12 @@ def test_rejection_at_each_position(strategy: str, place: int) -> None:
     wrong_at = len(prompt) + place  # the block's first token, the seed, is at len(prompt)
     drafts = ScriptedDrafts(model(), lambda p: another(truth(p)) if p == wrong_at else truth(p))
     config = RecGuideConfig(strategy=strategy, block_size=B)
-    request, kv, log = Request(0, list(prompt), B + 4, never), DenseKV(1), Log()
-    method, hooks = method_of(config, frozenset()), Hooks([log])
+    method, log = method_of(config, frozenset(), drafts), Log()
+    request, kv, hooks = Request(0, list(prompt), B + 4, never, method), DenseKV(1), Hooks([log])
     with installed(model()):
         prefill([request], drafts, kv, hooks)
-        run_round([request], drafts, kv, method, hooks)
+        plan_blocks([request], 1)
+        run_round([request], drafts, kv, hooks)
         record = log.rounds[0]
         assert record.accepted == place - 1
         assert list(record.committed) == plain_text(tuple(prompt), place + 1)[1:]
@@ -207,7 +209,8 @@ def test_rejection_at_each_position(strategy: str, place: int) -> None:
         _, predictions = drafts.forward([[drafts.causal(request.tokens[-1:], len(request.tokens) - 1)]], kv)
         torch.testing.assert_close(predictions.logits[0], logits_after(model(), request.tokens), rtol=1e-4, atol=1e-4)
         while request.finished is None:
-            run_round([request], drafts, kv, method, hooks)
+            plan_blocks([request], 1)
+            run_round([request], drafts, kv, hooks)
     assert request.tokens == [*prompt, *plain_text(tuple(prompt), B + 4)]
 
 
@@ -502,9 +505,9 @@ def test_settled_guesses_stand_in_the_next_draft_forward() -> None:
     seen: list[list[int]] = []
 
     class Spy(ScriptedDrafts):
-        def forward(self, rows: Any, kv: Any, best: int = 1) -> Any:
+        def forward(self, rows: Any, kv: Any, best: int = 1, samplings: Any = ()) -> Any:
             seen.extend(list(s.tokens) for row in rows for s in row if s.bidirectional)
-            return super().forward(rows, kv, best)
+            return super().forward(rows, kv, best, samplings)
 
     prompt = PROMPTS[0]
     truth = true_token(prompt)

@@ -10,7 +10,7 @@ from recguide import InputError, RecGuideConfig
 from recguide.adapter import ModelAdapter
 from recguide.attention import resolve_backend
 from recguide.hooks import Hook
-from recguide.loop import generate
+from recguide.loop import generate, method_of
 from recguide.rounds import Request
 from recguide.testing import toy_model
 from recguide.trace import TraceWriter, read_trace
@@ -39,10 +39,11 @@ class Collector(Hook):
 @pytest.mark.parametrize("strategy", ["ar", "linear", "quadratic", "recguide"])
 def test_round_trip(tmp_path: Path, strategy: str) -> None:
     seen, path = Collector(), tmp_path / "trace.jsonl"
-    requests = [Request(i, prompt, 20, lambda tokens: None) for i, prompt in enumerate([[1, 2, 3], [4, 6]])]
+    adapter = ModelAdapter(toy_model(), resolve_backend())
+    method = method_of(RecGuideConfig(strategy=strategy, block_size=4), frozenset(), adapter)
+    requests = [Request(i, prompt, 20, lambda tokens: None, method) for i, prompt in enumerate([[1, 2, 3], [4, 6]])]
     with TraceWriter(path, {"model": "toy"}) as writer:
-        config = RecGuideConfig(strategy=strategy, block_size=4)
-        generate(requests, ModelAdapter(toy_model(), resolve_backend()), config, hooks=[seen, writer])
+        generate(requests, adapter, hooks=[seen, writer])
     assert len(seen.events) > 4
     assert list(read_trace(path)) == seen.events
     assert json.loads(path.read_text().splitlines()[0]) == {"event": "trace", "version": 1, "model": "toy"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .config import RecGuideConfig
+from .engine import Engine, EngineConfig, RequestHandle, RequestResult
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -14,9 +15,11 @@ from .errors import (
     RecGuideError,
     UnsupportedError,
 )
+from .hf_outputs import RecGuideOutput
 from .hf_strategy import RecGuideGenerationMixin, attach, detach
 from .hooks import Hook
 from .models.nemotron_labs_diffusion import NemotronLabsDiffusionConfig, NemotronLabsDiffusionModel
+from .streaming import TextStream, stream
 from .structs import FinishRecord, ForwardRecord, RoundRecord
 
 __version__ = "0.1.0"
@@ -32,6 +35,8 @@ def tiny_path() -> str:
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "Engine",
+    "EngineConfig",
     "FinishRecord",
     "ForwardRecord",
     "Hook",
@@ -43,9 +48,14 @@ __all__ = [
     "RecGuideConfig",
     "RecGuideError",
     "RecGuideGenerationMixin",
+    "RecGuideOutput",
+    "RequestHandle",
+    "RequestResult",
     "RoundRecord",
+    "TextStream",
     "UnsupportedError",
     "attach",
     "detach",
+    "stream",
     "tiny_path",
 ]

@@ -14,6 +14,7 @@ from .attention import AttentionBackend
 from .dense_kv import KVCache
 from .errors import CheckpointError, UnsupportedError
 from .models.draft_adapter import adapter_rows
+from .sampling import Predicted, Sampling, row_noise, sample_scores
 from .segments import Plan, Segment, pack
 
 _MASK_4D = torch.ones((1, 1, 1, 1), dtype=torch.bool)
@@ -56,14 +57,15 @@ class Predictions:
     """
     A forward's results on the host, one entry an output row.
 
-    `best[i]` are the likeliest tokens in order, `probabilities[i]` the top two's (none where one token was asked for); excluded
-    tokens take no part in either.
-    `logits` stay on the device: `float32[N, V]`, as the model gave them.
+    `best[i]` are the tokens of the highest scores in order, `probabilities[i]` the top two's (none where one token was asked
+    for); excluded tokens take no part in either. Scores are the logits, or what the request's [`Sampling`] makes of them.
+    `logits` stay on the device: `float32[N, V]`, as the model gave them; so does the sampled requests' `noise`, `float32[N, V]`.
     """
 
     best: list[list[int]]
     probabilities: list[tuple[float, float]]
     logits: Tensor
+    noise: Tensor | None
     seconds: float
 
 
@@ -142,7 +144,13 @@ class ModelAdapter:
             filled, position, bidirectional=True, adapter_from=adapter_from, hypothesis=hypothesis, outputs=outputs
         )
 
-    def forward(self, rows: Sequence[Sequence[Segment]], kv: KVCache, best: int = 1) -> tuple[Plan, Predictions]:
+    def forward(
+        self,
+        rows: Sequence[Sequence[Segment]],
+        kv: KVCache,
+        best: int = 1,
+        samplings: Sequence[Sampling | None] = (),
+    ) -> tuple[Plan, Predictions]:
         """
         One packed forward.
 
@@ -150,6 +158,7 @@ class ModelAdapter:
             rows (sequence of sequences of `Segment`): the segments of every batch row of `kv`, the verified one first.
             kv (`KVCache`): read, and written behind each row's prefix; commit afterwards.
             best (`int`): how many of the likeliest tokens are wanted a row; 1 leaves the probabilities out.
+            samplings (`Sequence[Sampling | None]`): each batch row's; none at all if empty.
 
         Returns:
             `(Plan, Predictions)`: one device-to-host transfer in all.
@@ -173,9 +182,27 @@ class ModelAdapter:
                 f"{type(self.model).__name__} has {self._layers} layers, but {attention.layers_run} asked the attention backend: "
                 "the others have attention of their own, which sees neither the cache nor the plan."
             )
-        return plan, self._predictions(logits.float(), best, seconds)
+        logits = logits.float()
+        predicted = [
+            Predicted(sampling, plan.outputs[row][0][0], self._predicted_positions(rows[row]))
+            for row, sampling in enumerate(samplings)
+            if sampling is not None and rows[row]
+        ]
+        noise = row_noise(logits, predicted)
+        scores = sample_scores(logits, predicted, noise) if predicted else logits
+        return plan, self._predictions(logits, noise, scores, best, seconds)
 
-    def _predictions(self, scores: Tensor, best: int, seconds: float) -> Predictions:
+    def _predicted_positions(self, segments: Sequence[Segment]) -> list[int]:
+        """The absolute positions that the output rows of a request's segments are about."""
+        return [
+            segment.position + i + (not segment.bidirectional or self.drafter.shifted)
+            for segment in segments
+            for i in range(*slice(*segment.outputs).indices(len(segment.tokens)))
+        ]
+
+    def _predictions(
+        self, logits: Tensor, noise: Tensor | None, scores: Tensor, best: int, seconds: float
+    ) -> Predictions:
         if self._excluded:
             held, scores[:, self._excluded] = scores[:, self._excluded], float("-inf")
         # One table for one transfer; a token id is exact in float32. Among equal logits, argmax takes the first, as plain
@@ -191,7 +218,8 @@ class ModelAdapter:
         return Predictions(
             best=[_ranked(int(line[0]), line[1 : best + 1]) for line in table],
             probabilities=[(line[-2], line[-1]) for line in table] if best > 1 else [],
-            logits=scores,
+            logits=logits,
+            noise=noise,
             seconds=seconds,
         )
 

@@ -23,12 +23,18 @@ class BranchingRule(Protocol):
             remaining (`int`): tokens that the request may still commit, in this round and later.
         """
 
+    def most_tokens(self, block_size: int) -> int:
+        """Query tokens that a verification of `block_size` tokens can have with its branches."""
+
 
 class NoBranches:
     """`ar` and `linear`: draft, then verify."""
 
     def choose(self, draft: Draft, remaining: int) -> BranchChoice:
         return NOTHING
+
+    def most_tokens(self, block_size: int) -> int:
+        return block_size
 
 
 class QuadraticLayout:
@@ -42,6 +48,9 @@ class QuadraticLayout:
         sizes = [_next_block(self._config.block_size, remaining, depth) for depth in depths]
         kind = BranchKind.ANY_BONUS
         return BranchChoice(tuple(Branch(kind, d, size) for d, size in zip(depths, sizes, strict=True) if size > 1))
+
+    def most_tokens(self, block_size: int) -> int:
+        return block_size * (1 + block_size)
 
 
 class PaperOverlap:
@@ -77,6 +86,9 @@ class PaperOverlap:
             if size > 1:
                 branches.append(Branch(BranchKind.CONTINUATION, block_size, size))
         return BranchChoice(tuple(branches), risky)
+
+    def most_tokens(self, block_size: int) -> int:
+        return block_size * (1 + self._config.max_corrections + self._config.continuation)
 
     def _replacement(self, draft: Draft, position: int) -> int | None:
         excluded = self._eos if self._config.exclude_eos_replacement else ()

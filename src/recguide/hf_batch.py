@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,16 +11,14 @@ from transformers import StoppingCriteriaList
 from transformers.cache_utils import Cache
 from transformers.generation import (
     EosTokenCriteria,
-    LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteria,
     StopStringCriteria,
 )
-from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, PrefixConstrainedLogitsProcessor
 
-from .adapter import ModelAdapter
 from .dense_kv import DenseKV
 from .errors import InputError
+from .hf_outputs import ScoreRecorder
 from .loop import Result
 from .rounds import Request
 
@@ -94,83 +91,6 @@ def _says_stop(criterion: StoppingCriteria, ids: Tensor, scores: Any) -> list[bo
     return answers
 
 
-class ScoreRecorder:
-    """Keeps the raw logits and the processed scores of each committed token, where they are asked for."""
-
-    def __init__(self, rows: int, scores: bool, logits: bool) -> None:
-        self._scores: list[list[Tensor]] | None = [[] for _ in range(rows)] if scores else None
-        self._logits: list[list[Tensor]] | None = [[] for _ in range(rows)] if logits else None
-
-    @property
-    def active(self) -> bool:
-        return self._scores is not None or self._logits is not None
-
-    def record(self, row: int, logits: Tensor, scores: Tensor) -> None:
-        if self._logits is not None:
-            self._logits[row].append(logits)
-        if self._scores is not None:
-            self._scores[row].append(scores)
-
-    def scores(self, length: int) -> tuple[Tensor, ...] | None:
-        return _columns_of(self._scores, length)
-
-    def logits(self, length: int) -> tuple[Tensor, ...] | None:
-        return _columns_of(self._logits, length)
-
-
-def _columns_of(rows: list[list[Tensor]] | None, length: int) -> tuple[Tensor, ...] | None:
-    """One `[B, V]` a column; a row that had ended by then is zeros."""
-    if rows is None:
-        return None
-    blank = torch.zeros_like(rows[0][0])
-    return tuple(torch.stack([row[i] if i < len(row) else blank for row in rows]) for i in range(length))
-
-
-def token_choice(
-    row: int, padding: Tensor, processors: LogitsProcessorList, adapter: ModelAdapter, recorder: ScoreRecorder
-) -> Callable[[list[int], Tensor], int] | None:
-    """
-    How a row's tokens are chosen from its logits; None is the likeliest, decided in one go for a whole block.
-
-    Processors are called once a committed position with `[1, T]` ids and `[1, V]` scores, also in a batch: rows commit at
-    different rates, so their prefixes differ in length.
-    """
-    if not processors and not recorder.active:
-        return None
-    own: Any = LogitsProcessorList(_for_row(p, row) for p in processors)
-    pads = padding.tolist()
-
-    def choose(tokens: list[int], logits: Tensor) -> int:
-        ids = torch.tensor([pads + tokens], device=logits.device)
-        # A copy: a processor may write into what it is given, and the round still holds the logits.
-        scores = own(ids, logits.clone()[None])[0]
-        recorder.record(row, logits, scores)
-        if adapter.excluded_token_ids:
-            scores = scores.clone()
-            scores[adapter.excluded_token_ids] = float("-inf")
-        return int(scores.argmax())
-
-    return choose
-
-
-def _for_row(processor: Any, row: int) -> Any:
-    """A processor for one row: what it holds for the whole batch is cut to that row, or the row's number is told."""
-    if type(processor) is PrefixConstrainedLogitsProcessor:
-        function = processor._prefix_allowed_tokens_fn
-        return PrefixConstrainedLogitsProcessor(lambda _, ids: function(row, ids), num_beams=1)
-    of_row: dict[str, Any] = {}
-    for name in ("prompt_ignore_length", "encoder_input_ids"):
-        if isinstance(value := getattr(processor, name, None), Tensor):
-            of_row[name] = value[row : row + 1]
-    if type(processor) is EncoderNoRepeatNGramLogitsProcessor:
-        of_row |= {"batch_size": 1, "generated_ngrams": processor.generated_ngrams[row : row + 1]}
-    if not of_row:
-        return processor  # itself, not a copy: a user's may count its calls
-    own = copy.copy(processor)
-    vars(own).update(of_row)
-    return own
-
-
 class Columns:
     """
     The batch as plain generate would have written it, column by column.
@@ -197,6 +117,11 @@ class Columns:
         self._recorder = recorder
         self._released = 0
         self._stopped: set[int] = set()
+
+    @property
+    def width(self) -> int:
+        """Columns of the prompts."""
+        return self._ids.shape[1]
 
     def release(self) -> None:
         """Release the columns that are complete; does nothing where nobody looks at them."""

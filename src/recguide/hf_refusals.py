@@ -11,13 +11,17 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 from .errors import UnsupportedError
 
+_DYNAMIC_ONLY = "the cache must grow and crop. Use the dynamic one."
+
 
 def refuse(name: str, reason: str) -> NoReturn:
     """Raise [`UnsupportedError`] for an argument, with the reason and what to do."""
     raise UnsupportedError(f"generation_strategy cannot honour {name}: {reason}")
 
 
-def refuse_arguments(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+def refuse_arguments(
+    model: PreTrainedModel, kwargs: dict[str, Any], generation_config: GenerationConfig | None = None
+) -> None:
     """Refuse, before any work, what would reach plain `generate` only to fail there for another reason."""
     if model.config.is_encoder_decoder:
         refuse("an encoder-decoder model", "drafting and verifying share one decoder-only backbone.")
@@ -39,19 +43,39 @@ def refuse_arguments(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         refuse("inputs_embeds", "rounds are planned on token ids. Pass input_ids.")
     if kwargs.get("cache_implementation") == "paged":
         refuse("cache_implementation='paged'", "it is another decoding loop. Use the dynamic cache.")
+    merged = _merged(model.generation_config, generation_config, kwargs)
+    if merged.get("cache_implementation") == "quantized":
+        refuse("cache_implementation='quantized'", _DYNAMIC_ONLY)
+    if merged.get("token_healing"):
+        refuse("token_healing", "it decodes to rewrite the prompt. Heal the prompt beforehand, with model.heal_tokens.")
     if kwargs.get("synced_gpus"):
         refuse("synced_gpus", "ranks would run different numbers of rounds.")
 
 
+def _merged(
+    defaults: GenerationConfig, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The options as transformers will merge them: what a config leaves at None is unset, an argument's None is not."""
+    places = [defaults] if generation_config is None else [defaults, generation_config]
+    merged = {name: value for place in places for name, value in vars(place).items() if value is not None}
+    return merged | kwargs
+
+
 def refuse_config(generation_config: GenerationConfig, processors: LogitsProcessorList, cache: Any) -> None:
     """Refuse what the merged generation config, processors and cache ask for and rounds cannot give."""
-    if generation_config.do_sample:
-        refuse("do_sample=True", "sampling is not implemented yet. Pass do_sample=False for greedy decoding.")
     if (generation_config.num_beams or 1) > 1:
         refuse(f"num_beams={generation_config.num_beams}", "a request is one sequence. Use num_beams=1.")
-    if (generation_config.num_return_sequences or 1) > 1:
+    if (generation_config.num_return_sequences or 1) > 1 and not generation_config.do_sample:
         refuse(f"num_return_sequences={generation_config.num_return_sequences}", "greedy decoding has one answer.")
+    if generation_config.is_assistant:
+        refuse("is_assistant=True", "the model drafts for itself, not for another.")
+    if generation_config.prefill_chunk_size is not None:
+        refuse(
+            f"prefill_chunk_size={generation_config.prefill_chunk_size}",
+            "a prompt goes through the model in one forward.",
+        )
     for name in (
+        "use_mtp",
         "prompt_lookup_num_tokens",
         "penalty_alpha",
         "dola_layers",
@@ -65,10 +89,7 @@ def refuse_config(generation_config: GenerationConfig, processors: LogitsProcess
         if getattr(generation_config, name, None):
             refuse(f"{name}=True", "a round computes them for drafted tokens too, in another shape.")
     if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
-        refuse(
-            f"cache_implementation={generation_config.cache_implementation!r}",
-            "the cache must grow and crop. Use the dynamic one.",
-        )
+        refuse(f"cache_implementation={generation_config.cache_implementation!r}", _DYNAMIC_ONLY)
     if any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in processors):
         refuse("guidance_scale", "its processor runs the model itself, one token at a time.")
     if cache is not None and (

@@ -1,4 +1,4 @@
-"""`model.generate(..., generation_strategy="recguide")`: with its two helpers, the only files that know `GenerationConfig`.
+"""`model.generate(..., generation_strategy="recguide")`: with its helpers, the only files that know `GenerationConfig`.
 
 transformers keeps doing what it does well (checks, lengths, processors, stopping criteria, warnings): its own `generate`
 is called with `custom_generate=`, and this file takes over where its decoding loop would start.
@@ -11,30 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorList, StopStringCriteria
+from transformers.generation import LogitsProcessorList, StopStringCriteria
 
-from .adapter import ModelAdapter
-from .attention import resolve_backend
 from .config import STRATEGIES, RecGuideConfig
 from .errors import ConfigError, InputError, UnsupportedError
-from .hf_batch import (
-    Columns,
-    RowRule,
-    ScoreRecorder,
-    asks_by_row,
-    eos_tokens,
-    extend_cache,
-    kv_of,
-    other_criteria,
-    prompts_of,
-    token_choice,
-)
-from .hf_refusals import refuse, refuse_arguments, refuse_config, refuse_model_inputs
+from .hf_call import Call, Extras, decode, prepare
+from .hf_refusals import refuse, refuse_arguments
 from .hooks import Hook
-from .loop import generate as decode
-from .rounds import Request
 
 STRATEGY, OPTIONS = "generation_strategy", "recguide_config"
 _PLAIN = "_recguide_plain_generate"
@@ -131,10 +117,17 @@ def generate_with_strategy(
     generation_strategy: str | None = None,
     recguide_config: dict[str, Any] | RecGuideConfig | None = None,
     recguide_hooks: Sequence[Hook] = (),
+    seed: int | Sequence[int] | None = None,
+    generator: torch.Generator | None = None,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    thinking_budget: int | None = None,
+    output_logprobs: bool = False,
+    output_records: bool = False,
     **kwargs: Any,
 ) -> Any:
     """
-    `generate` with three more arguments; everything else is as in [`~transformers.GenerationMixin.generate`].
+    `generate` with more arguments; everything else is as in [`~transformers.GenerationMixin.generate`].
 
     Args:
         model ([`~transformers.PreTrainedModel`]): the model.
@@ -144,6 +137,18 @@ def generate_with_strategy(
             `model.generation_config`; where none is found, plain `generate` runs.
         recguide_config (`dict` or `RecGuideConfig`, *optional*): options of [`RecGuideConfig`], looked for likewise.
         recguide_hooks (`Sequence[Hook]`, *optional*): observers of the decoding.
+        seed (`int` or `Sequence[int]`, *optional*):
+            Of sampling, one for the call (each row gets one of its own from it) or one for each output row, 0 … 2^64 - 1. By default
+            seeds are drawn from `generator`, or else from torch's global generator, so that `torch.manual_seed` governs. Greedy
+            decoding has no use for it.
+        generator (`torch.Generator`, *optional*): seeds are drawn from it, one a row.
+        presence_penalty, frequency_penalty (`float`, defaults to 0.0): see [`OutputPenaltyLogitsProcessor`].
+        thinking_budget (`int`, *optional*): tokens after which an open `<think>` is closed; needs `tokenizer=`.
+        output_logprobs (`bool`, defaults to `False`): fill [`RecGuideOutput.logprobs`], with `return_dict_in_generate=True`.
+        output_records (`bool`, defaults to `False`): fill [`RecGuideOutput.records`], likewise.
+
+    Returns:
+        As plain `generate`; with `return_dict_in_generate=True` a [`RecGuideOutput`].
 
     Raises:
         ConfigError: an unknown strategy or option, or a value out of range.
@@ -151,28 +156,51 @@ def generate_with_strategy(
         InputError: an empty prompt, or one longer than the context.
     """
     run = kwargs.get("custom_generate")
-    if isinstance(run, functools.partial) and run.func is _decode:
+    if isinstance(run, functools.partial) and run.func is _take_over:
         # Our own call, on its way down through a second attached class.
         return plain_generate(inputs, generation_config, *args, **kwargs)
     places = (generation_config, model.generation_config)
     strategy = _first_of(generation_strategy, STRATEGY, places)
     options = _first_of(recguide_config, OPTIONS, places)
+    extras = Extras(
+        hooks=_hooks(recguide_hooks),
+        seed=tuple(seed) if isinstance(seed, Sequence) else seed,
+        generator=generator,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        thinking_budget=thinking_budget,
+        thinking_markers=_thinking_markers(kwargs.get("tokenizer")) if thinking_budget is not None else None,
+        output_logprobs=output_logprobs,
+        output_records=output_records,
+        streamer=kwargs.get("streamer"),
+    )
     if strategy is None:
-        if recguide_config is not None or recguide_hooks:
+        if recguide_config is not None or extras != Extras(streamer=extras.streamer):
             raise ConfigError(
-                f"recguide options need a strategy: pass generation_strategy=, one of {', '.join(STRATEGIES)}."
+                f"recguide's arguments need a strategy: pass generation_strategy=, one of {', '.join(STRATEGIES)}."
             )
         return plain_generate(inputs, generation_config, *args, **kwargs)
     config = resolve_config(strategy, options)
     if args:
         raise UnsupportedError("With a generation_strategy, pass everything after generation_config by keyword.")
-    if not isinstance(recguide_hooks, Sequence) or not all(isinstance(hook, Hook) for hook in recguide_hooks):
-        raise ConfigError(f"recguide_hooks must be a list of recguide.Hook objects; got {recguide_hooks!r}.")
-    refuse_arguments(model, kwargs)
+    refuse_arguments(model, kwargs, generation_config)
     kwargs.pop("custom_generate", None)
     kwargs, generation_config = _take_stop_strings(model, generation_config, kwargs)
-    run = functools.partial(_decode, config=config, hooks=tuple(recguide_hooks), streamer=kwargs.get("streamer"))
+    run = functools.partial(_take_over, finish=decode, config=config, extras=extras)
     return plain_generate(inputs, generation_config, custom_generate=run, **kwargs)
+
+
+def _hooks(given: Any) -> tuple[Hook, ...]:
+    if not isinstance(given, Sequence) or not all(isinstance(hook, Hook) for hook in given):
+        raise ConfigError(f"recguide_hooks must be a list of recguide.Hook objects; got {given!r}.")
+    return tuple(given)
+
+
+def _thinking_markers(tokenizer: Any) -> tuple[list[int], list[int]]:
+    if tokenizer is None:
+        raise InputError("thinking_budget needs the tokenizer: pass generate(..., tokenizer=tokenizer).")
+    start, end = (tokenizer.encode(marker, add_special_tokens=False) for marker in ("<think>", "</think>"))
+    return start, end
 
 
 def resolve_config(strategy: str, options: dict[str, Any] | RecGuideConfig | None) -> RecGuideConfig:
@@ -206,7 +234,10 @@ def _take_stop_strings(
         strings = generation_config.stop_strings
         generation_config = GenerationConfig.from_dict({**generation_config.to_dict(), "stop_strings": None})
     if model.generation_config.stop_strings is not None:
-        refuse("stop_strings on model.generation_config", "pass them to generate() instead.")
+        refuse(
+            "stop_strings on model.generation_config",
+            "the tokenizer that they need never reaches a strategy. Set them to None there, and pass them to generate().",
+        )
     if strings is not None:
         if tokenizer is None:
             raise InputError("stop_strings need the tokenizer: pass generate(..., tokenizer=tokenizer).")
@@ -216,76 +247,39 @@ def _take_stop_strings(
     return kwargs, generation_config
 
 
-# --- in place of transformers' decoding loop ------------------------------------------------------------------------
-
-
-def _decode(
+def _take_over(
     model: PreTrainedModel,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
+    finish: Callable[[Call], Any],
     config: RecGuideConfig,
-    hooks: tuple[Hook, ...],
-    streamer: Any = None,
+    extras: Extras,
     **model_kwargs: Any,
 ) -> Any:
-    cache, mask = model_kwargs.get("cache"), model_kwargs.get("attention_mask")
-    refuse_config(generation_config, logits_processor, cache)
-    width = input_ids.shape[1]
-    cached = 0 if cache is None else cache.get_seq_length()
-    seen = generation_config._mask_length if mask is None else mask.shape[1]
-    if cached and (seen != width or cached >= width):
-        raise InputError(
-            f"The cache holds {cached} columns, the attention mask covers {seen}, input_ids {width}: to go on from a cache, pass "
-            "the whole sequence, cached columns and at least one new one, and a mask of its length."
-        )
-    prompts = prompts_of(input_ids, mask)
-    padding = [width - len(prompt) for prompt in prompts]
-    pads = [input_ids[row, :columns] for row, columns in enumerate(padding)]
-    refuse_model_inputs(model_kwargs, padding, width)
-    adapter = ModelAdapter(model, resolve_backend())
-    keep = generation_config.return_dict_in_generate
-    recorder = ScoreRecorder(
-        len(prompts),
-        scores=bool(keep and generation_config.output_scores),
-        logits=bool(keep and generation_config.output_logits),
+    """In place of transformers' decoding loop, which hands over what it has prepared."""
+    return finish(
+        prepare(model, input_ids, logits_processor, stopping_criteria, generation_config, config, extras, model_kwargs)
     )
-    eos, criteria = eos_tokens(stopping_criteria), other_criteria(stopping_criteria)
-    by_row = [c for c in criteria if len(prompts) == 1 or (eos and asks_by_row(c))]
-    batch = [
-        Request(
-            id=row,
-            tokens=prompt,
-            max_new_tokens=(stopping_criteria.max_length or generation_config.max_length) - width,
-            stop=RowRule(pads[row], eos, by_row, recorder),
-            choose=token_choice(row, pads[row], logits_processor, adapter, recorder),
-        )
-        for row, prompt in enumerate(prompts)
-    ]
-    pad = generation_config._pad_token_tensor
-    columns = Columns(
-        batch,
-        input_ids,
-        pad=int(pad) if eos and pad is not None else None,
-        criteria=[c for c in criteria if c not in by_row],
-        streamer=streamer,
-        recorder=recorder,
-    )
-    kv = kv_of(cache, padding) if cached else None
-    result = decode(batch, adapter, config, eos, hooks, kv, after_round=columns.release)
-    if streamer is not None:
-        streamer.end()
-    sequences = columns.sequences()
-    if cache is not None and (keep or getattr(cache, "_is_user_defined", False)):
-        extend_cache(cache, result, padding, sequences.shape[1] - 1)
-    if not keep:
-        return sequences
-    length = sequences.shape[1] - width
-    fields: dict[str, Any] = {
-        "sequences": sequences,
-        "scores": recorder.scores(length),
-        "logits": recorder.logits(length),
-    }
-    return GenerateDecoderOnlyOutput(**fields, cache=cache)
+
+
+def prepared_call(model: Any, inputs: Tensor, **arguments: Any) -> Call:
+    """
+    What `generate(inputs, **arguments)` would decode, by the same checks and rules, not yet decoded: the engine's way in.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): the model.
+        inputs (`torch.LongTensor` of shape `(batch, length)`): the prompt.
+        arguments: of [`generate_with_strategy`], a strategy among them.
+    """
+    calls: list[Call] = []
+
+    def until_prepared(*args: Any, custom_generate: Any, **kwargs: Any) -> None:
+        run = functools.partial(_take_over, **(custom_generate.keywords | {"finish": calls.append}))
+        plain = getattr(type(model), _PLAIN, None) or type(model).generate
+        plain(model, *args, custom_generate=run, **kwargs)
+
+    generate_with_strategy(model, until_prepared, inputs, **arguments)
+    return calls[0]

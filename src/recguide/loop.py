@@ -13,7 +13,7 @@ from .dense_kv import DenseKV
 from .errors import InputError, UnsupportedError
 from .hooks import Hook, Hooks
 from .policy import FixedBlock
-from .rounds import Method, Request, prefill, run_round
+from .rounds import Method, Request, plan_blocks, prefill, run_round
 from .structs import FinishRecord
 
 
@@ -31,23 +31,39 @@ class Result:
     kv: DenseKV = field(repr=False)
 
 
-def method_of(config: RecGuideConfig, eos: frozenset[int]) -> Method:
-    """The config's strategy as block policy and branching rule."""
+def method_of(config: RecGuideConfig, eos: frozenset[int], adapter: ModelAdapter) -> Method:
+    """
+    The config's strategy as block policy and branching rule.
+
+    Args:
+        config (`RecGuideConfig`): the strategy and its options.
+        eos (`frozenset[int]`): end-of-sequence tokens, which no branch supposes; stopping is each request's own rule.
+        adapter (`ModelAdapter`): that is to run it.
+
+    Raises:
+        UnsupportedError, CheckpointError: the model cannot draft in this way.
+    """
+    branching = branching_rule(config, eos)
     if config.strategy == "ar":
-        return Method(FixedBlock(1), branching_rule(config, eos), candidates=1)
+        return Method(FixedBlock(1), branching, candidates=1)
+    first_too = config.strategy == "quadratic" or (config.strategy == "recguide" and config.continuation)
+    if adapter.drafter.shifted and first_too:
+        raise UnsupportedError(
+            "This family's draft logits are shifted: it cannot predict the first token of a block, as a continuation or the "
+            "quadratic layout must. Use strategy='linear', or 'recguide' with continuation=False."
+        )
     return Method(
         policy=FixedBlock(config.block_size),
-        branching=branching_rule(config, eos),
+        branching=branching,
         draft_threshold=config.draft_threshold,
         candidates=2 + (len(eos) if config.exclude_eos_replacement else 0),
+        max_block=config.block_size,
     )
 
 
 def generate(
     requests: Sequence[Request],
     adapter: ModelAdapter,
-    config: RecGuideConfig,
-    eos: frozenset[int] = frozenset(),
     hooks: Sequence[Hook] = (),
     kv: DenseKV | None = None,
     after_round: Callable[[], None] = lambda: None,
@@ -58,8 +74,6 @@ def generate(
     Args:
         requests (`Sequence[Request]`): prompts with their rules; their tokens grow in place.
         adapter (`ModelAdapter`): the model.
-        config (`RecGuideConfig`): the strategy and its options.
-        eos (`frozenset[int]`): end-of-sequence tokens, for the branching rule; stopping is each request's own rule.
         hooks (`Sequence[Hook]`): observers; see `hooks.py` for order and exceptions.
         kv (`DenseKV`, *optional*): a cache that already holds a prefix of each prompt.
         after_round (callable, *optional*): called after the prefill and after each round; may end requests.
@@ -68,10 +82,8 @@ def generate(
         InputError: a prompt is empty, or longer than the model's context.
     """
     _check_prompts(requests, adapter, kv)
-    method = method_of(config, eos)
-    _check_drafter(adapter, config)
     observers = Hooks(hooks)
-    kv = kv or DenseKV(len(requests), _capacity(requests, config))
+    kv = kv or DenseKV(len(requests), _capacity(requests))
     started: list[Request] = []
     try:
         with installed(adapter.model):
@@ -79,7 +91,8 @@ def generate(
             prefill(requests, adapter, kv, observers)
             after_round()
             while any(request.finished is None for request in requests):
-                run_round(requests, adapter, kv, method, observers)
+                plan_blocks(requests, sum(request.finished is None for request in requests))
+                run_round(requests, adapter, kv, observers)
                 after_round()
     except BaseException:
         for request in requests:
@@ -90,21 +103,9 @@ def generate(
     return Result(tuple(requests), kv)
 
 
-def _check_drafter(adapter: ModelAdapter, config: RecGuideConfig) -> None:
-    """Refuse, before any work, what the model cannot draft."""
-    if config.strategy == "ar" or not adapter.drafter.shifted:
-        return
-    if config.strategy == "quadratic" or (config.strategy == "recguide" and config.continuation):
-        raise UnsupportedError(
-            "This family's draft logits are shifted: it cannot predict the first token of a block, as a continuation or the "
-            "quadratic layout must. Use strategy='linear', or 'recguide' with continuation=False."
-        )
-
-
-def _capacity(requests: Sequence[Request], config: RecGuideConfig) -> int:
-    """Room for each prompt, a bounded guess of its output, and one fused round; the cache grows beyond it."""
-    longest = max(len(request.tokens) + min(request.max_new_tokens, 1024) for request in requests)
-    return longest + 4 * config.block_size
+def _capacity(requests: Sequence[Request]) -> int:
+    """Room for each prompt, a bounded guess of its output, and one round; the cache grows beyond it."""
+    return max(len(r.tokens) + min(r.max_new_tokens, 1024) + r.method.most_tokens for r in requests)
 
 
 def _tell_ends(requests: Sequence[Request], hooks: Hook) -> None:

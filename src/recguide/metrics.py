@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from .errors import LosslessError
 from .hooks import Hook
@@ -121,6 +123,22 @@ class DecodeMetrics(Hook):
         """Share of the decode time that is outside the model's forwards."""
         return 1 - self.forward_seconds / self.decode_seconds if self.decode_seconds else 0.0
 
+    def summary(self) -> dict[str, Any]:
+        """The figures as plain values; `committed` counts tokens of rounds, so the prefill's first token is not in it."""
+        return {
+            "requests": self.requests,
+            "new_tokens": self.new_tokens,
+            "committed": self.committed_tokens,
+            "rounds": self.all_rounds,
+            "forwards": dict(self.forwards),
+            "decode_tpf": self.decode_tpf,
+            "e2e_tpf": self.e2e_tpf,
+            "tau": self.tau,
+            "mean_committed": self.mean_committed,
+            "reuse_rate": self.reuse_rate,
+            "outcomes": dict(self.outcomes),
+        }
+
     def check(self, draft_forwards_per_draft: int | None = 1) -> None:
         """
         Raise [`LosslessError`] if the counters contradict each other.
@@ -149,6 +167,27 @@ class DecodeMetrics(Hook):
         for claim, (left, right) in claims.items():
             if left != right:
                 raise LosslessError(f"The counters contradict each other: {claim}, but {left} != {right}.")
+
+
+def looping_tokens(tokens: Sequence[int], longest_period: int = 64, least_times: int = 4) -> int:
+    """
+    How many tokens at the end of a text only repeat what stands before them.
+
+    In a loop nearly everything drafted is accepted, which says nothing about the speed on real text.
+
+    Args:
+        tokens (`Sequence[int]`): an output.
+        longest_period (`int`, defaults to 64): tokens that a repeated piece may have.
+        least_times (`int`, defaults to 4): pieces, the first one included, that make a loop.
+    """
+    longest = 0
+    for period in range(1, min(longest_period, len(tokens) // least_times) + 1):
+        same = 0
+        while same + period < len(tokens) and tokens[-1 - same] == tokens[-1 - same - period]:
+            same += 1
+        if same >= period * (least_times - 1):
+            longest = max(longest, same)
+    return longest
 
 
 def _ratio(part: float, whole: float) -> float:

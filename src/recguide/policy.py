@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from .structs import RoundRecord
+
 
 class BlockPolicy(Protocol):
-    """Chooses block sizes."""
+    """Chooses block sizes from what it has been told of a request's rounds; it never reads the engine."""
 
-    def block_size(self, request: int) -> int:
-        """Tokens of the request's next block, the seed included; the round shortens it where less is left to write."""
+    def block_size(self, request: int, load: int) -> int:
+        """
+        Tokens of the request's next block, the seed included; it is shortened where less is left to write.
+
+        Args:
+            request (`int`): its id.
+            load (`int`): requests under way.
+        """
+
+    def observe(self, record: RoundRecord) -> None:
+        """Take note of a round."""
 
 
 class FixedBlock:
@@ -18,5 +29,8 @@ class FixedBlock:
     def __init__(self, size: int) -> None:
         self._size = size
 
-    def block_size(self, request: int) -> int:
+    def block_size(self, request: int, load: int) -> int:
         return self._size
+
+    def observe(self, record: RoundRecord) -> None:
+        pass

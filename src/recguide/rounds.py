@@ -16,6 +16,7 @@ from .branching import BranchingRule
 from .dense_kv import KVCache
 from .hooks import Hook
 from .policy import BlockPolicy
+from .sampling import Sampling
 from .segments import Segment
 from .structs import (
     Branch,
@@ -28,10 +29,28 @@ from .structs import (
     RoundRecord,
 )
 
-TokenChoice = Callable[[list[int], Tensor], int]
-"""`(tokens so far, logits [V]) -> token`: called once for each committed position, on its true prefix."""
+TokenChoice = Callable[[list[int], Tensor, "Tensor | None"], int]
+"""`(tokens so far, logits [V], noise [V]) -> token`: called once for each committed position, on its true prefix."""
 StopRule = Callable[[list[int]], "str | None"]
 """`(tokens so far, the newest last) -> reason to stop, or None`: called once for each committed token."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a request's rounds are run: block sizes, branches, and the draft threshold of `linear`."""
+
+    policy: BlockPolicy
+    branching: BranchingRule
+    draft_threshold: float = 0.0
+    candidates: int = 2
+    """Likeliest tokens asked of the drafter for each position; the replacement comes from those after the first."""
+    max_block: int = 1
+    """The largest block that the policy asks for."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Query tokens that a forward of one round can have."""
+        return self.branching.most_tokens(self.max_block)
 
 
 @dataclass
@@ -42,12 +61,17 @@ class Request:
     tokens: list[int]
     max_new_tokens: int
     stop: StopRule
+    method: Method
+    sampling: Sampling | None = None
+    """Noise and processors that drafts have too; None: the logits as they are, greedily."""
     choose: TokenChoice | None = None
-    """None: the likeliest token."""
+    """Rules that look at the prefix; None: the token of the highest score."""
     prompt_tokens: int = 0
     committed: int = 0
     """Tokens committed so far, also those that a stopping criterion took back later."""
     rounds: int = 0
+    block_size: int = 1
+    """Of the next round, as [`plan_blocks`] has set it."""
     draft: Draft = field(default_factory=Draft)
     finished: str | None = None
     """Why it ended; None while it runs."""
@@ -60,53 +84,84 @@ class Request:
         """Tokens that it may still commit."""
         return self.max_new_tokens - (len(self.tokens) - self.prompt_tokens)
 
-    def commit(self, best: int, logits: Tensor) -> int:
-        """Commit one token, chosen from its logits on the true prefix, and see whether the request ends with it."""
-        token = best if self.choose is None else self.choose(self.tokens, logits)
+    @property
+    def to_cache(self) -> int:
+        """Tokens to be in the cache before its next round: all, but once it has committed some not the newest, the seed."""
+        return len(self.tokens) - (self.committed > 0)
+
+    def commit(self, predictions: Predictions, row: int) -> int:
+        """Commit one token, chosen from output row `row` on the true prefix, and see whether the request ends with it."""
+        token = predictions.best[row][0]
+        if self.choose is not None:
+            noise = None if predictions.noise is None else predictions.noise[row]
+            token = self.choose(self.tokens, predictions.logits[row], noise)
         self.tokens.append(token)
         self.committed += 1
         self.finished = self.stop(self.tokens) or ("length" if self.remaining <= 0 else None)
         return token
 
 
-@dataclass(frozen=True)
-class Method:
-    """How rounds are run: block sizes, branches, and the draft threshold of `linear`."""
+def prefill(
+    batch: Sequence[Request], adapter: ModelAdapter, kv: KVCache, hooks: Hook, chunk: int | None = None
+) -> None:
+    """
+    Put prompts into the cache, and commit the first token, the first seed, of each request whose prompt is in it then.
 
-    policy: BlockPolicy
-    branching: BranchingRule
-    draft_threshold: float = 0.0
-    candidates: int = 2
-    """Likeliest tokens asked of the drafter for each position; the replacement comes from those after the first."""
+    A request that has committed tokens already, and lost its cache, gets it back and commits nothing.
+
+    Args:
+        chunk (`int`, *optional*): tokens that this forward may have; the rest waits for another call.
+    """
+    taken: list[list[int]] = []
+    left = chunk
+    for request, cached in zip(batch, kv.lengths, strict=True):
+        taken.append(request.tokens[cached : request.to_cache][:left])
+        left = None if left is None else left - len(taken[-1])
+    if not any(taken):
+        return
+    plan, predictions = adapter.forward(
+        [
+            [adapter.causal(tokens, cached, outputs=(-1, None))] if tokens else []
+            for tokens, cached in zip(taken, kv.lengths, strict=True)
+        ],
+        kv,
+        samplings=_samplings(batch),
+    )
+    hooks.on_prefill(
+        _forward_record(
+            "prefill", [r for r, tokens in zip(batch, taken, strict=True) if tokens], plan.query_tokens, predictions
+        )
+    )
+    for row, (request, tokens) in enumerate(zip(batch, taken, strict=True)):
+        kv.commit(row, len(tokens))
+        if tokens and not request.committed and kv.lengths[row] == request.to_cache:
+            request.commit(predictions, plan.outputs[row][0][0])
 
 
-def prefill(batch: Sequence[Request], adapter: ModelAdapter, kv: KVCache, hooks: Hook) -> None:
-    """Put all prompts into the cache and commit each request's first token, its first seed."""
-    rows = [
-        [adapter.causal(request.tokens[cached:], cached, outputs=(-1, None))]
-        for request, cached in zip(batch, kv.lengths, strict=True)
-    ]
-    plan, predictions = adapter.forward(rows, kv)
-    hooks.on_prefill(_forward_record("prefill", batch, plan.query_tokens, predictions))
-    for row, request in enumerate(batch):
-        kv.commit(row, plan.tokens_of(row))
-        request.commit(predictions.best[row][0], predictions.logits[row])
+def plan_blocks(batch: Sequence[Request], load: int) -> None:
+    """Ask the policies how long each unfinished request's next block is, with `load` requests under way in all."""
+    for request in batch:
+        if request.finished is None:
+            request.block_size = min(request.method.policy.block_size(request.id, load), request.remaining)
 
 
-def run_round(batch: Sequence[Request], adapter: ModelAdapter, kv: KVCache, method: Method, hooks: Hook) -> None:
-    """Run one round for every unfinished request of `batch`; `batch[r]` owns row r of the cache."""
+def run_round(batch: Sequence[Request], adapter: ModelAdapter, kv: KVCache, hooks: Hook) -> None:
+    """
+    Run one round for every unfinished request of `batch`, with the blocks that [`plan_blocks`] has set.
+
+    `batch[r]` owns row r of the cache.
+    """
     live = [row for row, request in enumerate(batch) if request.finished is None]
-    sizes = {row: min(method.policy.block_size(batch[row].id), batch[row].remaining) for row in live}
-    drafts = {row: batch[row].draft.cut(sizes[row]) for row in live}
-    undrafted = [row for row in live if sizes[row] > 1 and not drafts[row].guesses]
-    drafts |= draft_blocks(batch, undrafted, sizes, adapter, kv, method, hooks)
+    drafts = {row: batch[row].draft.cut(batch[row].block_size) for row in live}
+    undrafted = [row for row in live if batch[row].block_size > 1 and not drafts[row].guesses]
+    drafts |= draft_blocks(batch, undrafted, adapter, kv, hooks)
 
-    choices = {row: method.branching.choose(drafts[row], batch[row].remaining) for row in live}
+    choices = {row: batch[row].method.branching.choose(drafts[row], batch[row].remaining) for row in live}
     rows = [
         _verify_segments(request, drafts[row], choices[row], adapter) if row in choices else []
         for row, request in enumerate(batch)
     ]
-    plan, predictions = adapter.forward(rows, kv, method.candidates)
+    plan, predictions = adapter.forward(rows, kv, _candidates(batch, live), _samplings(batch))
     fused = any(choice.branches for choice in choices.values())
     hooks.on_verify(
         _forward_record("fused" if fused else "verify", [batch[r] for r in live], plan.query_tokens, predictions)
@@ -115,17 +170,12 @@ def run_round(batch: Sequence[Request], adapter: ModelAdapter, kv: KVCache, meth
     for row in live:
         record = _accept(batch[row], drafts[row], choices[row], plan.outputs[row], plan.tokens_of(row), predictions)
         kv.commit(row, len(record.committed))
+        batch[row].method.policy.observe(record)
         hooks.on_commit(record)
 
 
 def draft_blocks(
-    batch: Sequence[Request],
-    rows: list[int],
-    sizes: dict[int, int],
-    adapter: ModelAdapter,
-    kv: KVCache,
-    method: Method,
-    hooks: Hook,
+    batch: Sequence[Request], rows: list[int], adapter: ModelAdapter, kv: KVCache, hooks: Hook
 ) -> dict[int, Draft]:
     """
     Draft the next block of the given rows: in one forward, or under a threshold in as many as it takes.
@@ -133,18 +183,19 @@ def draft_blocks(
     Each forward settles at least the earliest open position, so that B - 1 of them suffice whatever the threshold.
     """
     settled: dict[int, dict[int, Guess]] = {row: {} for row in rows}
+    sizes = {row: batch[row].block_size for row in rows}
     while rows:
         segments: list[list[Segment]] = [[] for _ in batch]
         for row in rows:
             known = [settled[row][i].token if i in settled[row] else None for i in range(1, sizes[row])]
             segments[row] = [adapter.block([batch[row].tokens[-1], *known], len(batch[row].tokens) - 1)]
-        plan, predictions = adapter.forward(segments, kv, method.candidates)
+        plan, predictions = adapter.forward(segments, kv, _candidates(batch, rows), _samplings(batch))
         hooks.on_draft(_forward_record("draft", [batch[r] for r in rows], plan.query_tokens, predictions))
         for row in rows:
             guesses = _guesses(predictions, *plan.outputs[row][0])
             unsettled = [i for i in range(1, sizes[row]) if i not in settled[row]]
             for i in unsettled:
-                if i == unsettled[0] or guesses[i - 1].probability >= method.draft_threshold:
+                if i == unsettled[0] or guesses[i - 1].probability >= batch[row].method.draft_threshold:
                     settled[row][i] = guesses[i - 1]
         rows = [row for row in rows if len(settled[row]) < sizes[row] - 1]
     return {
@@ -176,7 +227,7 @@ def _accept(
     drafted, committed = draft.tokens, []
     accepted = 0
     for i in range(*outputs[0]):
-        committed.append(request.commit(predictions.best[i][0], predictions.logits[i]))
+        committed.append(request.commit(predictions, i))
         agrees = accepted < len(drafted) and committed[-1] == drafted[accepted]
         accepted += agrees
         if request.finished or not agrees:
@@ -216,6 +267,14 @@ def _guesses(predictions: Predictions, start: int, end: int) -> tuple[Guess, ...
         Guess(best[0], tuple(best[1:]), *probabilities)
         for best, probabilities in zip(predictions.best[start:end], predictions.probabilities[start:end], strict=True)
     )
+
+
+def _candidates(batch: Sequence[Request], rows: Sequence[int]) -> int:
+    return max(batch[row].method.candidates for row in rows)
+
+
+def _samplings(batch: Sequence[Request]) -> list[Sampling | None]:
+    return [request.sampling for request in batch]
 
 
 def _forward_record(

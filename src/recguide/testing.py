@@ -12,6 +12,7 @@ from .attention import resolve_backend
 from .dense_kv import KVCache
 from .models.draft_adapter import DraftAdapterConfig, add_draft_adapter, draft_adapter_of
 from .models.nemotron_labs_diffusion import NemotronLabsDiffusionConfig, NemotronLabsDiffusionModel
+from .sampling import Sampling
 from .segments import Plan, Segment
 
 MASK = 5
@@ -86,8 +87,14 @@ class ScriptedDrafts(ModelAdapter):
         super().__init__(model, resolve_backend())
         self._guess, self._margin, self._alternative = guess, margin, alternative
 
-    def forward(self, rows: Sequence[Sequence[Segment]], kv: KVCache, best: int = 1) -> tuple[Plan, Predictions]:
-        plan, predictions = super().forward(rows, kv, best)
+    def forward(
+        self,
+        rows: Sequence[Sequence[Segment]],
+        kv: KVCache,
+        best: int = 1,
+        samplings: Sequence[Sampling | None] = (),
+    ) -> tuple[Plan, Predictions]:
+        plan, predictions = super().forward(rows, kv, best, samplings)
         for segments, spans in zip(rows, plan.outputs, strict=True):
             for segment, (start, end) in zip(segments, spans, strict=True):
                 if segment.bidirectional:

@@ -35,12 +35,23 @@ def test_generate_streams_an_answer_and_writes_a_trace(tmp_path: Path) -> None:
     assert events[-1] == "finish"
 
 
+def test_sampling_with_a_seed_is_the_same_text_whatever_the_strategy() -> None:
+    texts = []
+    for strategy in ("ar", "recguide"):
+        sampled = ("--temperature", "0.9", "--seed", "5", "--strategy", strategy)
+        result = call("generate", "Write a letter from Zoe to Mila.", "--max-new-tokens", "24", *sampled)
+        assert result.exit_code == 0, result.output
+        texts.append(result.output.splitlines()[0])
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["generate", "x", "--strategy", "magic"], "Known: ar, linear, quadratic, recguide"),
         (["generate", "x", "--block-size", "12"], "block_size must be one of"),
         (["generate", "x", "--dtype", "int4"], "float32, bfloat16, float16"),
+        (["generate", "x", "--seed", "3"], "--seed without --temperature"),
         (["generate", "x", "--model", "/no/such/model"], "no/such/model"),
         (["bench", "--suite", "maths"], "math, code, text"),
         (["bench", "--strategies", "ar,fast"], "Unknown strategies: fast"),

@@ -15,7 +15,7 @@ import torch
 
 from ..config import RecGuideConfig
 from ..errors import ConfigError, LosslessError
-from ..metrics import DecodeMetrics
+from ..metrics import DecodeMetrics, looping_tokens
 from ..tiny.tasks import Task, score
 from .loading import chat_ids
 
@@ -37,6 +37,8 @@ class Contender:
     right: int = 0
     different: int = 0
     first_difference: dict[str, float] | None = None
+    looping: int = 0
+    """New tokens that are a repetition loop: accepted at full speed, and worth nothing."""
     on_gpu: bool = False
     """There the host clock around a forward sees its launch only, so no host share is given."""
     metrics: DecodeMetrics = field(default_factory=DecodeMetrics)
@@ -75,6 +77,7 @@ class Contender:
             "host_share": m.host_share if ours and not self.on_gpu else None,
             "wall_s": self.wall_s,
             "tokens_per_s": _ratio(self.new_tokens, self.wall_s),
+            "looping_share": _ratio(self.looping, self.new_tokens),
             "accuracy": _ratio(self.right, self.prompts),
             "equal_to_ar": self.different == 0,
             "first_difference": self.first_difference,
@@ -161,6 +164,7 @@ def _note(
     entry.metrics.add(metrics)
     entry.new_tokens += len(output)
     entry.wall_s += wall
+    entry.looping += looping_tokens(output)
     entry.right += bool(task.checks) and score(task, tokenizer.decode(output, skip_special_tokens=True))
     entry.plain_forwards.update({"prefill": 1, "decode": forwards - 1})
 

@@ -51,6 +51,10 @@ def generate(
     strategy: Annotated[str, typer.Option(help=", ".join(STRATEGIES))] = "recguide",
     block_size: Annotated[int, typer.Option(help="Tokens verified a round.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above, tokens are sampled.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0: all tokens.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of sampling; the same seed gives the same text.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write every round to this JSONL file.")] = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
@@ -60,6 +64,7 @@ def generate(
     with readable_errors():
         text = sys.stdin.read() if prompt == "-" else prompt
         config = resolve_config(strategy, {"block_size": block_size})
+        sampled = _sampling(temperature, top_p, top_k, seed)
         loaded, tokenizer = load(model, dtype, device, trust_remote_code)
         metrics = DecodeMetrics()
         with ExitStack() as stack:
@@ -68,7 +73,7 @@ def generate(
                 header = {"model": model, "strategy": strategy, "block_size": block_size, "prompt": text}
                 hooks.append(stack.enter_context(TraceWriter(trace, header)))
             start = time.perf_counter()
-            _stream(loaded, tokenizer, text, max_new_tokens, config, hooks)
+            _stream(loaded, tokenizer, text, max_new_tokens, config, hooks, **sampled)
         wall = time.perf_counter() - start
         out.print(
             f"[dim]{metrics.new_tokens} tokens in {wall:.2f} s, {metrics.decode_forwards} forwards after the prefill, "
@@ -167,6 +172,13 @@ def bench(
             out.print(f"Not lossless: {error}", style="red", markup=False, soft_wrap=True)
             raise typer.Exit(1) from error
         out.print(_summary(runs, accuracy=True))
+        for run in runs:
+            if run["looping_share"] > 0.05:
+                label = benchmark.label_of(run["strategy"], run["block_size"])
+                out.print(
+                    f"[yellow]{label} on {run['suite']}: {run['looping_share']:.0%} of the tokens are a repetition loop; "
+                    "their speed says nothing of real text.[/yellow]"
+                )
         for name, value in benchmark.ratios(runs).items():
             out.print(f"{name:<46} {value:5.2f}", highlight=False)
 
@@ -208,15 +220,35 @@ def doctor() -> None:
     out.print(table)
 
 
+def _sampling(temperature: float, top_p: float, top_k: int, seed: int | None) -> dict[str, Any]:
+    if temperature == 0.0:
+        if given := [
+            name
+            for name, is_given in (("--top-p", top_p < 1), ("--top-k", top_k), ("--seed", seed is not None))
+            if is_given
+        ]:
+            raise ConfigError(
+                f"{', '.join(given)} without --temperature: greedy decoding does not sample. Give --temperature 1."
+            )
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+
+
 def _stream(
-    model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, config: RecGuideConfig, hooks: list[Hook]
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    max_new_tokens: int,
+    config: RecGuideConfig,
+    hooks: list[Hook],
+    **sampled: Any,
 ) -> None:
     ids = chat_ids(tokenizer, prompt).to(model.device)
     model.generate(
         ids,
         attention_mask=ids.new_ones(ids.shape),
         max_new_tokens=max_new_tokens,
-        do_sample=False,
+        **({"do_sample": False} | sampled),
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         generation_strategy=config.strategy,
         recguide_config=config,

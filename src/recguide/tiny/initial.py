@@ -8,6 +8,8 @@ both are written down at the start; training then moves every weight as it likes
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +22,7 @@ _MATCH_PAIRS = slice(8, None)
 
 
 @torch.no_grad()
-def initialize(model: nn.Module) -> None:
+def initialize(model: Any) -> None:
     """
     Set embeddings, head and the attention of the first two layers of `model`, a `NemotronLabsDiffusionModel`, in place.
 
@@ -28,15 +30,15 @@ def initialize(model: nn.Module) -> None:
     alone. The head stays a parameter of its own.
     """
     network, head = model.model, model.lm_head
-    config = network.config  # type: ignore[union-attr]
+    config = network.config
     width, size, groups = config.hidden_size, config.head_dim, config.num_key_value_heads
     shared = nn.functional.normalize(torch.randn(width), dim=0)
-    embeddings = network.embed_tokens.weight  # type: ignore[union-attr]
+    embeddings = network.embed_tokens.weight
     embeddings.normal_(0, EMBEDDING_STD)
     embeddings += torch.outer(_SHARED - embeddings @ shared, shared)
-    head.weight.copy_(embeddings)  # type: ignore[operator]
-    angles = network.rotary_emb.inv_freq  # type: ignore[union-attr]
-    first, second = (network.layers[i].self_attn for i in (0, 1))  # type: ignore[index]
+    head.weight.copy_(embeddings)
+    angles = network.rotary_emb.inv_freq
+    first, second = (network.layers[i].self_attn for i in (0, 1))
 
     token, note, repeat = (_orthonormal(groups * size, width) for _ in range(3))
     half = size // 2
@@ -59,17 +61,18 @@ def initialize(model: nn.Module) -> None:
 
 
 def _orthonormal(rows: int, columns: int) -> Tensor:
-    return torch.linalg.qr(torch.randn(columns, columns))[0][:rows]
+    basis: Tensor = torch.linalg.qr(torch.randn(columns, columns))[0]
+    return basis[:rows]
 
 
-def _wire(attention: nn.Module, group: int, query: Tensor, key: Tensor, read: Tensor, write: Tensor) -> None:
+def _wire(attention: Any, group: int, query: Tensor, key: Tensor, read: Tensor, write: Tensor) -> None:
     """Give key/value head `group` and its query heads `[head_dim, width]` weights; they read by `read` and write by `write`."""
     size = len(query)
     rows = slice(group * size, (group + 1) * size)
-    attention.k_proj.weight[rows] = key  # type: ignore[union-attr, index, operator]
-    attention.v_proj.weight[rows] = read  # type: ignore[union-attr, index, operator]
+    attention.k_proj.weight[rows] = key
+    attention.v_proj.weight[rows] = read
     shares = attention.num_key_value_groups
-    for head in range(group * shares, (group + 1) * shares):  # type: ignore[operator]
+    for head in range(group * shares, (group + 1) * shares):
         rows = slice(head * size, (head + 1) * size)
-        attention.q_proj.weight[rows] = query  # type: ignore[union-attr, index, operator]
-        attention.o_proj.weight[:, rows] = 2 * EMBEDDING_STD / shares * write.T  # type: ignore[union-attr, index, operator]
+        attention.q_proj.weight[rows] = query
+        attention.o_proj.weight[:, rows] = 2 * EMBEDDING_STD / shares * write.T

@@ -1,0 +1,349 @@
+"""The engine as its users see it: submit from any thread, iterate over tokens or results, cancel; one worker does the work."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from ..adapter import ModelAdapter
+from ..attention import resolve_backend
+from ..errors import ConfigError, InputError, UnsupportedError
+from ..hf_strategy import prepared_call
+from ..hooks import Hook, Hooks
+from ..paged_kv import PagePool
+from ..streaming import Feed
+from ..structs import FinishRecord
+from .runner import Entry, Runner
+from .scheduler import SCHEDULERS
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """
+    How much an engine holds, and who runs when.
+
+    Args:
+        max_requests (`int`, defaults to 32): requests decoded at once; the others wait in the order of their coming.
+        kv_bytes (`int`, defaults to 256 MiB): memory of the KV pages.
+        page_size (`int`, defaults to 16): tokens a page.
+        prefix_sharing (`bool`, defaults to `False`): requests with equal beginnings share pages.
+        prefill_chunk (`int`, defaults to 512): prompt tokens a step.
+        scheduler (`str`, defaults to `"packed"`): `"packed"`, `"bucketed"` or `"padded"`.
+        max_wait (`int`, defaults to 8): rounds that a request of the bucketed scheduler waits before its bucket must run.
+    """
+
+    max_requests: int = 32
+    kv_bytes: int = 256 * 2**20
+    page_size: int = 16
+    prefix_sharing: bool = False
+    prefill_chunk: int = 512
+    scheduler: str = "packed"
+    max_wait: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "kv_bytes", "page_size", "prefill_chunk", "max_wait"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1; got {value!r}.")
+        if self.scheduler not in SCHEDULERS:
+            raise ConfigError(f"Unknown scheduler {self.scheduler!r}. Known: {', '.join(SCHEDULERS)}.")
+        SCHEDULERS[self.scheduler](self.max_wait)
+
+
+@dataclass(frozen=True)
+class RequestResult:
+    """
+    A request's end.
+
+    Args:
+        request_id (`int`): its handle's.
+        tokens (`list[int]`): the output, prompt not included.
+        reason (`str`): `eos`, `length`, `stop`, `cancelled` or `error`.
+        error (`Exception`, *optional*): what went wrong, where the reason is `error`.
+        seed (`int`, *optional*): of its sampling.
+        preempted (`int`): how often it lost its pages to others.
+    """
+
+    request_id: int
+    tokens: list[int]
+    reason: str
+    error: Exception | None = None
+    seed: int | None = None
+    preempted: int = 0
+
+
+class RequestHandle(Feed[list[int]]):
+    """A submitted request. Iterate (`for` or `async for`) over the tokens that its rounds commit; or wait for its [`result`]."""
+
+    def __init__(self, engine: Engine, request_id: int, seed: int | None) -> None:
+        super().__init__()
+        self.request_id = request_id
+        self.seed = seed
+        self._engine = engine
+        self._given = 0
+        self._result: RequestResult | None = None
+        self._ended = threading.Event()
+        self._watchers: list[queue.SimpleQueue[RequestResult]] = []
+
+    def result(self, timeout: float | None = None) -> RequestResult:
+        """Wait for the end; raises `TimeoutError` after `timeout` seconds. An error is in the result, not raised."""
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"Request {self.request_id} has not ended after {timeout} s.")
+        assert self._result is not None
+        return self._result
+
+    def cancel(self) -> None:
+        """End the request at its next step; what it has written stays in its result. Does nothing after its end."""
+        self._engine._cancel(self)
+
+    def _advance(self, output: list[int]) -> None:
+        if len(output) > self._given:
+            self.send(output[self._given :])
+            self._given = len(output)
+
+    def _finish(self, result: RequestResult) -> None:
+        self._result = result
+        self._ended.set()
+        self.end(result.error)
+
+
+@dataclass
+class _Job:
+    entry: Entry
+    handle: RequestHandle
+    cancelled: bool = field(default=False)
+
+
+class Engine:
+    """
+    Continuous batching over one model.
+
+    Every request has its own options, the same ones as `generate`, and its text is what it would be alone. Use it in a `with` block, or
+    call [`close`].
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): the model, on its device.
+        config (`EngineConfig`, *optional*): sizes and scheduler.
+        hooks (`Sequence[Hook]`, *optional*): observers; they run in the worker.
+
+    Example:
+
+    ```python
+    with recguide.Engine(model) as engine:
+        handle = engine.add_request(prompt_ids, generation_strategy="recguide", max_new_tokens=64)
+        for tokens in handle:
+            ...
+        print(handle.result().reason)
+    ```
+    """
+
+    def __init__(self, model: Any, config: EngineConfig | None = None, hooks: Sequence[Hook] = ()) -> None:
+        self.model = model
+        self.config = config or EngineConfig()
+        self._hooks = Hooks(hooks)
+        pool = PagePool.for_budget(
+            self.config.kv_bytes, self.config.page_size, model.config, model.dtype, self.config.prefix_sharing
+        )
+        self._adapter = ModelAdapter(model, resolve_backend())
+        self._runner = Runner(
+            self._adapter,
+            pool,
+            SCHEDULERS[self.config.scheduler](self.config.max_wait),
+            self.config.max_requests,
+            self.config.prefill_chunk,
+            self._hooks,
+            self._progress,
+        )
+        self._pool = pool
+        self._ids = itertools.count()
+        self._jobs: dict[int, _Job] = {}
+        self._arrivals: deque[_Job] = deque()
+        self._cancellations: deque[int] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._worker: threading.Thread | None = None
+
+    # --- from any thread ---
+
+    def add_request(self, prompt_ids: Sequence[int], **options: Any) -> RequestHandle:
+        """
+        Submit a request.
+
+        Args:
+            prompt_ids (`Sequence[int]`): the prompt's tokens.
+            options: of `generate` with a strategy ([`generate_with_strategy`]); `generation_strategy` is `"recguide"` by default.
+
+        Raises:
+            ConfigError, UnsupportedError, InputError: as `generate` does; nothing is submitted then.
+        """
+        for name in ("streamer", "recguide_hooks", "cache", "return_dict_in_generate"):
+            if options.get(name):
+                raise UnsupportedError(
+                    f"The engine cannot honour {name}: iterate over the handle, and give hooks to it."
+                )
+        if len(prompt_ids) == 0:
+            raise InputError("The prompt is empty; expected at least one token. Give it a BOS token.")
+        options.setdefault("generation_strategy", "recguide")
+        ids = torch.tensor([list(prompt_ids)], device=self._adapter.device)
+        call = prepared_call(self.model, ids, **options)
+        if len(call.batch) > 1:
+            raise UnsupportedError(
+                "The engine's request is one sequence; submit it again instead of num_return_sequences."
+            )
+        request = call.batch[0]
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if context is not None and len(prompt_ids) > context:
+            raise InputError(f"The prompt has {len(prompt_ids)} tokens; the model's context is {context}. Shorten it.")
+        if (pages := self._runner.pages_of(request)) > self._pool.num_pages:
+            raise InputError(
+                f"The request may need {pages} KV pages and the engine has {self._pool.num_pages}. Lower max_new_tokens, or raise "
+                "kv_bytes."
+            )
+        request.id = next(self._ids)
+        entry = Entry(request)
+        _guard(entry)
+        job = _Job(entry, RequestHandle(self, request.id, call.seeds[0] if call.seeds else None))
+        with self._changed:
+            if self._closing:
+                raise UnsupportedError("The engine is closed; make a new one.")
+            self._jobs[request.id] = job
+            self._arrivals.append(job)
+            self._start()
+            self._changed.notify()
+        return job.handle
+
+    def generate_batch(self, prompts: Iterable[Sequence[int]], **options: Any) -> list[RequestResult]:
+        """Submit prompts with the same options and wait for all; results in the order of the prompts."""
+        handles = [self.add_request(prompt, **options) for prompt in prompts]
+        return [handle.result() for handle in handles]
+
+    def as_completed(self, handles: Iterable[RequestHandle]) -> Iterator[RequestResult]:
+        """Results in the order in which the requests end."""
+        ended: queue.SimpleQueue[RequestResult] = queue.SimpleQueue()
+        count = 0
+        for handle in handles:
+            count += 1
+            with self._changed:
+                if handle._result is None:
+                    handle._watchers.append(ended)
+                else:
+                    ended.put(handle._result)
+        for _ in range(count):
+            yield ended.get()
+
+    def close(self, drain: bool = False) -> None:
+        """
+        Stop the worker and free everything.
+
+        Args:
+            drain (`bool`, defaults to `False`): let the requests under way end first; otherwise they are cancelled.
+        """
+        with self._changed:
+            self._closing = True
+            if not drain:
+                self._cancellations.extend(self._jobs)
+            self._changed.notify()
+        if self._worker is not None:
+            self._worker.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(drain=kind is None)
+
+    def _cancel(self, handle: RequestHandle) -> None:
+        with self._changed:
+            self._cancellations.append(handle.request_id)
+            self._changed.notify()
+
+    def _start(self) -> None:
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name="recguide-engine", daemon=True)
+            self._worker.start()
+
+    # --- in the worker ---
+
+    def _work(self) -> None:
+        while self._take_orders():
+            try:
+                self._runner.step()
+            except Exception as error:
+                # A hook's, or a fault of ours: nobody must wait for an engine that stands still.
+                for job in list(self._jobs.values()):
+                    job.entry.failure = error
+                    self._runner.end(job.entry, "error")
+
+    def _take_orders(self) -> bool:
+        """Wait for something to do, take in arrivals and cancellations; `False` when the engine is closed and done."""
+        with self._changed:
+            while not (self._arrivals or self._cancellations or not self._runner.idle or self._closing):
+                self._changed.wait()
+            arrivals, self._arrivals = self._arrivals, deque()
+            cancelled, self._cancellations = self._cancellations, deque()
+        self._runner.waiting.extend(job.entry for job in arrivals)
+        for request_id in cancelled:
+            if (job := self._jobs.get(request_id)) is not None:
+                self._runner.end(job.entry, "cancelled")
+        return not (self._closing and self._runner.idle)
+
+    def _progress(self, entry: Entry) -> None:
+        request = entry.request
+        job = self._jobs[request.id]
+        output = request.tokens[request.prompt_tokens :]
+        job.handle._advance(output)
+        if request.finished is None:
+            return
+        result = RequestResult(
+            request_id=request.id,
+            tokens=output,
+            reason=request.finished,
+            error=entry.failure,
+            seed=job.handle.seed,
+            preempted=entry.preempted,
+        )
+        with self._changed:
+            del self._jobs[request.id]
+            job.handle._finish(result)
+            for watcher in job.handle._watchers:
+                watcher.put(result)
+        new = len(output)
+        self._hooks.on_finish(
+            FinishRecord(request.id, request.finished, request.prompt_tokens, new, request.committed - new)
+        )
+
+
+def _guard(entry: Entry) -> None:
+    """Catch what a user's processor or stopping criterion raises: it ends its own request and no other."""
+    request, stop, choose = entry.request, entry.request.stop, entry.request.choose
+
+    def guarded_stop(tokens: list[int]) -> str | None:
+        if entry.failure is None:
+            try:
+                return stop(tokens)
+            except Exception as error:
+                entry.failure = error
+        return "error"
+
+    request.stop = guarded_stop
+    if choose is None:
+        return
+
+    def guarded_choose(tokens: list[int], logits: torch.Tensor, noise: torch.Tensor | None) -> int:
+        try:
+            return choose(tokens, logits, noise)
+        except Exception as error:
+            entry.failure = error
+            return int(logits.argmax())
+
+    request.choose = guarded_choose

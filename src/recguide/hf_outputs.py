@@ -1,0 +1,121 @@
+"""What `generate` gives back, and how each committed token is chosen where somebody looks at its scores or its prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorList
+
+from .adapter import ModelAdapter
+from .hf_processors import for_row
+from .hooks import Hook
+from .structs import RoundRecord
+
+
+@dataclass
+class RecGuideOutput(GenerateDecoderOnlyOutput):
+    """
+    `generate`'s output where `return_dict_in_generate=True`; every field but `sequences` is None unless asked for.
+
+    Args:
+        sequences (`torch.LongTensor` of shape `(batch, length)`): prompts and outputs.
+        scores, logits (`tuple` of `torch.FloatTensor` of shape `(batch, vocab)`): processed scores and the model's logits
+            of each new token, with `output_scores=True` and `output_logits=True`.
+        logprobs (`torch.FloatTensor` of shape `(batch, new)`):
+            Natural log-probability of each new token under the model's own logits, with `output_logprobs=True`. 0 after a row's end.
+        seeds (`tuple[int]`): each row's seed, always there where tokens were sampled: a row decoded alone with it is the same.
+        statistics (`dict`):
+            Of all rows together, always there: see [`DecodeMetrics.summary`]; and `looping_tokens` of each row, those at its end that are a
+            repetition loop ([`looping_tokens`]).
+        records (`tuple[tuple[RoundRecord]]`): each row's rounds, with `output_records=True`.
+    """
+
+    logprobs: Tensor | None = None
+    seeds: tuple[int, ...] | None = None
+    statistics: dict[str, Any] | None = None
+    records: tuple[tuple[RoundRecord, ...], ...] | None = None
+
+
+@dataclass
+class RecordKeeper(Hook):
+    """Keeps the round records of each row."""
+
+    rows: list[list[RoundRecord]] = field(default_factory=list)
+
+    def on_commit(self, record: RoundRecord) -> None:
+        self.rows[record.request].append(record)
+
+
+class ScoreRecorder:
+    """Keeps logits, processed scores and log-probabilities of each committed token, where they are asked for."""
+
+    def __init__(self, rows: int, scores: bool = False, logits: bool = False, logprobs: bool = False) -> None:
+        self._scores: list[list[Tensor]] | None = [[] for _ in range(rows)] if scores else None
+        self._logits: list[list[Tensor]] | None = [[] for _ in range(rows)] if logits else None
+        self._logprobs: list[list[Tensor]] | None = [[] for _ in range(rows)] if logprobs else None
+
+    @property
+    def active(self) -> bool:
+        return any(kept is not None for kept in (self._scores, self._logits, self._logprobs))
+
+    def record(self, row: int, logits: Tensor, scores: Tensor, token: int) -> None:
+        if self._logits is not None:
+            self._logits[row].append(logits)
+        if self._scores is not None:
+            self._scores[row].append(scores)
+        if self._logprobs is not None:
+            self._logprobs[row].append(logits.log_softmax(-1)[token])
+
+    def scores(self, length: int) -> tuple[Tensor, ...] | None:
+        return _columns_of(self._scores, length)
+
+    def logits(self, length: int) -> tuple[Tensor, ...] | None:
+        return _columns_of(self._logits, length)
+
+    def logprobs(self, length: int) -> Tensor | None:
+        columns = _columns_of(self._logprobs, length)
+        return None if columns is None else torch.stack(columns, dim=1)
+
+
+def _columns_of(rows: list[list[Tensor]] | None, length: int) -> tuple[Tensor, ...] | None:
+    """One `[B, ...]` a column; a row that had ended by then is zeros."""
+    if rows is None:
+        return None
+    blank = torch.zeros_like(rows[0][0])
+    return tuple(torch.stack([row[i] if i < len(row) else blank for row in rows]) for i in range(length))
+
+
+def token_choice(
+    row: int,
+    prompt: int,
+    padding: Tensor,
+    processors: LogitsProcessorList,
+    adapter: ModelAdapter,
+    recorder: ScoreRecorder,
+) -> Callable[[list[int], Tensor, Tensor | None], int]:
+    """
+    How the tokens of an output row, one of those that answer `prompt`, are chosen from its logits: one committed position at a
+    time, each once and in order.
+
+    Processors are called with `[1, S]` ids and `[1, V]` scores, also in a batch: rows commit at different rates, so their
+    prefixes differ in length. What is drafted and rejected they never see, so a stateful one has nothing to roll back.
+    """
+    own: Any = LogitsProcessorList(for_row(p, row, prompt) for p in processors)
+    pads = padding.tolist()
+
+    def choose(tokens: list[int], logits: Tensor, noise: Tensor | None) -> int:
+        ids = torch.tensor([pads + tokens], device=logits.device)
+        # A copy: a processor may write into what it is given, and the round still holds the logits.
+        processed = own(ids, logits.clone()[None])[0]
+        scores = processed.clone() if noise is None else processed + noise
+        if adapter.excluded_token_ids:
+            scores[adapter.excluded_token_ids] = float("-inf")
+        token = int(scores.argmax())
+        recorder.record(row, logits, processed, token)
+        return token
+
+    return choose
