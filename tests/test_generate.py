@@ -714,8 +714,8 @@ def test_scores_and_logits(
     wanted = model.generate(PROMPT, **arguments)
     right_drafts(wanted.sequences)
     got = model.generate(PROMPT, generation_strategy=strategy, **arguments)
-    assert type(got) is type(wanted)
-    assert set(got.keys()) == set(wanted.keys())
+    assert isinstance(got, type(wanted))
+    assert set(got.keys()) == set(wanted.keys()) | {"statistics"}
     assert torch.equal(got.sequences, wanted.sequences)
     assert len(got.scores) == len(got.logits) == len(wanted.scores) == wanted.sequences.shape[1] - 4
     assert {entry.shape for entry in (*got.scores, *got.logits)} == {(1, 24)}
@@ -751,7 +751,7 @@ def test_scores_of_a_batch(model: NemotronLabsDiffusionModel) -> None:
 
 def test_output_fields_that_were_not_asked_for_are_absent(model: NemotronLabsDiffusionModel) -> None:
     got = model.generate(PROMPT, max_new_tokens=3, generation_strategy="recguide", return_dict_in_generate=True)
-    assert set(got.keys()) == {"sequences", "cache"}
+    assert set(got.keys()) == {"sequences", "cache", "statistics"}
     assert got.scores is None
     assert got[0] is got.sequences
 

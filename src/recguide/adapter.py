@@ -203,25 +203,25 @@ class ModelAdapter:
     def _predictions(
         self, logits: Tensor, noise: Tensor | None, scores: Tensor, best: int, seconds: float
     ) -> Predictions:
-        if self._excluded:
-            held, scores[:, self._excluded] = scores[:, self._excluded], float("-inf")
-        # One table for one transfer; a token id is exact in float32. Among equal logits, argmax takes the first, as plain
-        # generate does; topk takes any.
-        columns = [scores.argmax(-1, keepdim=True).float()]
-        if best > 1:
+        held = [scores[:, token].clone() for token in self._excluded]
+        for token in self._excluded:
+            scores[:, token] = float("-inf")
+        # Among equal scores argmax takes the first, as plain generate does; topk takes any.
+        first = scores.argmax(-1, keepdim=True)
+        probabilities: list[tuple[float, float]] = []
+        if best == 1:
+            table = first.tolist()
+        else:
             top, ids = scores.topk(best, dim=-1)
-            columns += [ids.float(), (top[:, :2] - scores.logsumexp(-1, keepdim=True)).exp()]
-        if self._excluded:
+            two = (top[:, :2] - scores.logsumexp(-1, keepdim=True)).exp()
+            # One table for one transfer; a token id is exact in float32.
+            lines = torch.cat((first.float(), ids.float(), two), dim=1).tolist()
+            table = [_ranked(int(line[0]), line[1 : best + 1]) for line in lines]
+            probabilities = [(line[-2], line[-1]) for line in lines]
+        for token, logit in zip(self._excluded, held, strict=True):
             # Whoever chooses tokens by other rules gets the model's own logits.
-            scores[:, self._excluded] = held
-        table = torch.cat(columns, dim=1).tolist()
-        return Predictions(
-            best=[_ranked(int(line[0]), line[1 : best + 1]) for line in table],
-            probabilities=[(line[-2], line[-1]) for line in table] if best > 1 else [],
-            logits=logits,
-            noise=noise,
-            seconds=seconds,
-        )
+            scores[:, token] = logit
+        return Predictions(best=table, probabilities=probabilities, logits=logits, noise=noise, seconds=seconds)
 
 
 def _ranked(first: int, ids: list[float]) -> list[int]:

@@ -137,7 +137,7 @@ def test_closing(drain: bool) -> None:
     engine._pool.check_integrity([])
     assert engine._pool.free_pages == engine._pool.num_pages
     with pytest.raises(UnsupportedError, match="closed"):
-        engine.add_request([7])
+        engine.add_request([7], max_new_tokens=1)
 
 
 class CancelAt(Hook):

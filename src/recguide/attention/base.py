@@ -75,11 +75,9 @@ def _attend(own: Callable[..., Any] | None) -> Callable[..., Any]:
         if recguide_attention is None:
             assert own is not None
             return own(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
-        strange = sorted(name for name, value in kwargs.items() if value is not None and name not in HARMLESS)
-        if strange:
-            raise UnsupportedError(
-                f"{type(module).__name__} attends with {', '.join(strange)}, which segments do not know."
-            )
+        if strange := [name for name in kwargs.keys() - HARMLESS if kwargs[name] is not None]:
+            names = ", ".join(sorted(strange))
+            raise UnsupportedError(f"{type(module).__name__} attends with {names}, which segments do not know.")
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
         return recguide_attention.run(module.layer_idx, query[0], key[0], value[0], factor)[None], None
 

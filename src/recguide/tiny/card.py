@@ -54,7 +54,8 @@ never saw.
 
 `recguide train-tiny` runs the recipe; these weights are its result (on two CPU cores, fp32). Each row holds packed documents
 under a causal mask and draft blocks of 8, 16 or 32 that see their document up to their start, and themselves both ways. Loss: AR
-cross-entropy of the answers, plus the draft cross-entropy of the masked places. Muon (fp32) for matrices, AdamW for the rest.
+cross-entropy of the answers, plus the draft cross-entropy of the masked places. Muon (fp32) for matrices, AdamW for the rest. The head
+starts as the embeddings, and the first two layers start with heads that copy (`recguide.tiny.initial`).
 
 **Deviation from the published objective:** most blocks carry exactly what a drafter meets, a clean seed and MASK elsewhere (65 %),
 or MASK throughout (20 %, the continuation branch); the random masking of the objective makes up the rest. A network this small

@@ -57,8 +57,8 @@ class Phase:
 
 
 PHASES = (
-    Phase(steps=1800, matrix_lr=4e-3, other_lr=3e-3, blocks=0, warmup=40),
-    Phase(steps=2250, matrix_lr=4e-3, other_lr=3e-3, end=0.03, blocks=288),
+    Phase(steps=1520, matrix_lr=4e-3, other_lr=3e-3, blocks=0, warmup=40),
+    Phase(steps=2100, matrix_lr=4e-3, other_lr=3e-3, end=0.03, blocks=288),
 )
 
 
