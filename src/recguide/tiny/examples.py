@@ -1,10 +1,10 @@
 """A few prompts of each family, from the test split, for a first look that needs no extra package."""
 
 EXAMPLES = {
-    "math": "Iris bakes 51 buns in the morning. First, Jonas brings 4 buns. Next, Iris sells 17 buns. Then Iris bakes 29 more buns. "
-    "After that, Jonas eats 8 of the buns. How many buns are left in the bakery?",
-    "code": 'Define `work_out_line(line)` in Python: it puts each word at most 4 letters long with "!" at the end, leaves any other '
-    'word, and joins them with "_". Explain the result for "moon winter tiger apple".',
-    "text": "Tell me a tale of exactly 6 sentences. It is about the mouse Vera and the mountain. Use the words violin, rope and key. "
-    "Put a title in <<double angle brackets>> on top.",
+    "math": "Iris has 29 hens on the farm. First, after a good year there are 2 times as many hens. Next, Iris splits the hens into 2 "
+    "equal herds and keeps one herd. Then Iris sells 2 hens to Omar. How many hens live on the farm now?",
+    "code": "Write a Python function `shape_phrase(phrase)` that keeps the words at most 5 letters long, puts each word with a "
+    'capital letter, and joins them with "/". Trace it for "lamp stone river winter ship".',
+    "text": "Describe a key for sale at the island in 6 sentences. The text must include a fox and a basket. Separate the 3 "
+    "paragraphs with ***.",
 }
