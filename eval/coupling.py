@@ -111,15 +111,14 @@ class Watching(ModelAdapter):
 
 def shared_noise_acceptance(draft_probs: Tensor, target_probs: Tensor) -> float:
     """Probability that both argmaxes agree; `float64[V]` each."""
-    both = (draft_probs > 0) & (target_probs > 0)
-    draft, target = draft_probs[both], target_probs[both]
-    # Tokens that one of them excludes still compete in the other.
-    only_draft, only_target = (
-        draft_probs[~both & (draft_probs > 0)].sum(),
-        target_probs[~both & (target_probs > 0)].sum(),
-    )
-    ratio = torch.maximum(draft[None] / draft[:, None], target[None] / target[:, None]).sum(1)
-    return float((1 / (ratio + only_draft / draft + only_target / target)).sum())
+    # max(draft_j / draft_i, target_j / target_i) is the first of the two where draft_j / target_j is at least that of i: sorted by
+    # this quotient, the sum over j is a sum of targets before i and of drafts from i on. Nobody wins where one of them is zero.
+    order = (draft_probs / target_probs.clamp_min(1e-300)).argsort()
+    draft, target = draft_probs[order], target_probs[order]
+    targets_before = target.cumsum(0) - target
+    drafts_from = draft.sum() - (draft.cumsum(0) - draft)
+    both = (draft > 0) & (target > 0)
+    return float((1 / (targets_before[both] / target[both] + drafts_from[both] / draft[both])).sum())
 
 
 def run(model: Any, prompts: Sequence[list[int]], processors: list[Any], block_size: int, eos: int, draft: Any) -> Any:

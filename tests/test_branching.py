@@ -140,7 +140,7 @@ def test_plain_strategies_build_nothing(strategy: str) -> None:
         (B, B, [7, 6, 5, 4, 3, 2]),
         (4, 4, [3, 2]),
         (2, 2, []),
-        (1, FAR, [B]),
+        (1, FAR, []),
     ],
 )
 def test_quadratic_prepares_every_depth_after_which_there_is_something_to_draft(
@@ -169,7 +169,7 @@ def test_no_branch_is_useless(guesses: list[Any], remaining: int, delta: float, 
     assert depths == sorted(set(depths))
     assert chosen.risky == tuple(i for i, g in enumerate(block.guesses, 1) if g.probability < delta)
     for branch in chosen.branches:
-        assert 2 <= branch.block_size == min(B, remaining - branch.depth)
+        assert 2 <= branch.block_size == min(len(block.guesses) + 1, remaining - branch.depth)
         assert not any(g.token in EOS for g in block.guesses[: branch.depth - 1])
         if branch.kind is CORRECTION:
             assert branch.depth in chosen.risky

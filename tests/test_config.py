@@ -23,6 +23,7 @@ def test_defaults() -> None:
         "reuse": True,
         "exclude_eos_replacement": True,
         "draft_threshold": 0.0,
+        "policy": "fixed",
     }
 
 

@@ -247,7 +247,9 @@ def test_an_option_out_of_range(
     refused(untouched, model, words, ConfigError, recguide_config=options)
 
 
-@pytest.mark.parametrize("extra", [{"recguide_config": {"block_size": 8}}, {"recguide_hooks": [Hook()]}], ids=str)
+@pytest.mark.parametrize(
+    "extra", [{"recguide_config": {"block_size": 8}}, {"recguide_hooks": [Hook()]}], ids=["config", "hooks"]
+)
 def test_options_without_a_strategy(
     model: NemotronLabsDiffusionModel, untouched: Untouched, extra: dict[str, Any]
 ) -> None:

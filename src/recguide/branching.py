@@ -40,12 +40,9 @@ class NoBranches:
 class QuadraticLayout:
     """TiDAR's layout: a next draft for every number of tokens that may be committed; the bonus replaces its first token."""
 
-    def __init__(self, config: RecGuideConfig) -> None:
-        self._config = config
-
     def choose(self, draft: Draft, remaining: int) -> BranchChoice:
         depths = range(1, len(draft.guesses) + 2)
-        sizes = [_next_block(self._config.block_size, remaining, depth) for depth in depths]
+        sizes = [_next_block(len(draft.guesses) + 1, remaining, depth) for depth in depths]
         kind = BranchKind.ANY_BONUS
         return BranchChoice(tuple(Branch(kind, d, size) for d, size in zip(depths, sizes, strict=True) if size > 1))
 
@@ -59,7 +56,7 @@ class PaperOverlap:
     most two are risky.
 
     Args:
-        config (`RecGuideConfig`): `delta`, `max_corrections`, `continuation`, `reuse`, `block_size`.
+        config (`RecGuideConfig`): `delta`, `max_corrections`, `continuation`, `reuse`.
         eos (`Set[int]`): end-of-sequence tokens, never a replacement if the config says so.
     """
 
@@ -78,11 +75,11 @@ class PaperOverlap:
         branches = []
         for position in risky[: config.max_corrections]:
             replacement = self._replacement(draft, position)
-            size = _next_block(config.block_size, remaining, position)
+            size = _next_block(block_size, remaining, position)
             if replacement is not None and size > 1 and position <= end:
                 branches.append(Branch(BranchKind.CORRECTION, position, size, replacement))
         if config.continuation and len(risky) <= 2 and block_size > 1 and end == block_size:
-            size = _next_block(config.block_size, remaining, block_size)
+            size = _next_block(block_size, remaining, block_size)
             if size > 1:
                 branches.append(Branch(BranchKind.CONTINUATION, block_size, size))
         return BranchChoice(tuple(branches), risky)
@@ -96,7 +93,7 @@ class PaperOverlap:
 
 
 def _next_block(block_size: int, remaining: int, committed: int) -> int:
-    """Size of the block after `committed` more tokens; below 2 there is nothing to draft."""
+    """Size of the block after `committed` more tokens, as long as the present one; below 2 there is nothing to draft."""
     return min(block_size, remaining - committed)
 
 
@@ -104,4 +101,4 @@ def branching_rule(config: RecGuideConfig, eos: Set[int]) -> BranchingRule:
     """The rule of the config's strategy."""
     if config.strategy == "recguide":
         return PaperOverlap(config, eos)
-    return QuadraticLayout(config) if config.strategy == "quadratic" else NoBranches()
+    return QuadraticLayout() if config.strategy == "quadratic" else NoBranches()

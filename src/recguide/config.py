@@ -8,6 +8,7 @@ from typing import Any
 from .errors import ConfigError
 
 STRATEGIES = ("ar", "linear", "quadratic", "recguide")
+POLICIES = ("fixed", "concurrency_table", "aimd")
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -20,7 +21,11 @@ class RecGuideConfig:
         strategy (`str`, defaults to `"recguide"`):
             `"ar"` (plain decoding: blocks of 1), `"linear"` (LinearSS: draft, then verify), `"quadratic"` (TiDAR's layout:
             a next draft for every place where acceptance may stop) or `"recguide"` (the paper's overlap).
-        block_size (`int`, defaults to 16): tokens verified a round, the seed included. One of 1, 2, 4, 8, 16, 32, 64.
+        block_size (`int`, defaults to 16):
+            Tokens verified a round, the seed included, under the policy `"fixed"`. One of 1, 2, 4, 8, 16, 32, 64.
+        policy (`str`, defaults to `"fixed"`):
+            `"fixed"` (always `block_size`), `"concurrency_table"` (32, 16 or 8 by the number of requests under way) or `"aimd"` (8 … 32,
+            doubled and halved by what each request's last round committed).
         delta (`float`, defaults to 0.5): a drafted position is risky if its margin `p1 - p2` is below it (strictly). 0 … 1.
         max_corrections (`int`, defaults to 2): correction branches at the earliest risky positions. 0 … 2.
         continuation (`bool`, defaults to `True`): build the branch for full acceptance where at most two positions are risky.
@@ -41,10 +46,12 @@ class RecGuideConfig:
     reuse: bool = True
     exclude_eos_replacement: bool = True
     draft_threshold: float = 0.0
+    policy: str = "fixed"
 
     def __post_init__(self) -> None:
         _choice("strategy", self.strategy, STRATEGIES)
         _choice("block_size", self.block_size, BLOCK_SIZES)
+        _choice("policy", self.policy, POLICIES)
         _choice("max_corrections", self.max_corrections, (0, 1, 2))
         for name in ("delta", "draft_threshold"):
             value = getattr(self, name)

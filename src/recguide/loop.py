@@ -12,7 +12,7 @@ from .config import RecGuideConfig
 from .dense_kv import DenseKV
 from .errors import InputError, UnsupportedError
 from .hooks import Hook, Hooks
-from .policy import FixedBlock
+from .policy import FixedBlock, block_policy
 from .rounds import Method, Request, plan_blocks, prefill, run_round
 from .structs import FinishRecord
 
@@ -52,12 +52,13 @@ def method_of(config: RecGuideConfig, eos: frozenset[int], adapter: ModelAdapter
             "This family's draft logits are shifted: it cannot predict the first token of a block, as a continuation or the "
             "quadratic layout must. Use strategy='linear', or 'recguide' with continuation=False."
         )
+    policy, max_block = block_policy(config.policy, config.block_size)
     return Method(
-        policy=FixedBlock(config.block_size),
+        policy=policy,
         branching=branching,
         draft_threshold=config.draft_threshold,
         candidates=2 + (len(eos) if config.exclude_eos_replacement else 0),
-        max_block=config.block_size,
+        max_block=max_block,
     )
 
 

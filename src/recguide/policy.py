@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from .structs import RoundRecord
+from .structs import Outcome, RoundRecord
 
 
 class BlockPolicy(Protocol):
@@ -34,3 +34,49 @@ class FixedBlock:
 
     def observe(self, record: RoundRecord) -> None:
         pass
+
+
+class ConcurrencyTable:
+    """
+    By load alone: 32 up to 4 requests, 16 up to 63, 8 from 64 on.
+
+    The recipe of the released models' own serving, as the paper's baseline has it (arXiv 2609.34388, section 5.2); between the
+    loads that it names, 16.
+    """
+
+    def block_size(self, request: int, load: int) -> int:
+        return 32 if load <= 4 else 16 if load < 64 else 8
+
+    def observe(self, record: RoundRecord) -> None:
+        pass
+
+
+class AIMD:
+    """
+    Doubles a request's block when all of it was accepted, halves it when half or less was committed, between 8 and 32.
+
+    Known from congestion control (there with an additive increase); the doubling is a public port's of this method.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+
+    def block_size(self, request: int, load: int) -> int:
+        return self._sizes.get(request, 8)
+
+    def observe(self, record: RoundRecord) -> None:
+        if record.outcome is Outcome.STOPPED:
+            self._sizes.pop(record.request, None)
+            return
+        size, committed = record.block_size, len(record.committed)
+        if committed == size:
+            self._sizes[record.request] = min(2 * size, 32)
+        elif committed <= size / 2:
+            self._sizes[record.request] = max(size // 2, 8)
+
+
+def block_policy(name: str, block_size: int) -> tuple[BlockPolicy, int]:
+    """The policy of a config's name, and the largest block that it asks for."""
+    if name == "fixed":
+        return FixedBlock(block_size), block_size
+    return (AIMD() if name == "aimd" else ConcurrencyTable()), 32

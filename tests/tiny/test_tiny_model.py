@@ -103,6 +103,23 @@ def test_many_prompts_equal_plain_generate(strategy: str, options: dict[str, Any
         assert output.equal(plain_output(start))
 
 
+@pytest.mark.parametrize("setting", [{"temperature": 1.0, "top_k": 0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20}])
+def test_many_prompts_sampled_equal_plain_sampling(setting: dict[str, Any]) -> None:
+    for start in range(0, 200, 2 * BATCH):
+        texts = [
+            model().generate(
+                **encode(prompts()[start : start + BATCH]),
+                max_new_tokens=NEW_TOKENS,
+                do_sample=True,
+                seed=[start + row for row in range(BATCH)],
+                generation_strategy=strategy,
+                **setting,
+            )
+            for strategy in ("ar", "recguide")
+        ]
+        assert texts[0].equal(texts[1])
+
+
 def figures(strategy: str, block_size: int = 16) -> DecodeMetrics:
     metrics = DecodeMetrics()
     for prompt in prompts()[:6]:

@@ -93,8 +93,7 @@ class Runner:
             if tokens > 0 and self._reserve(entry, tokens):
                 batch.append(entry)
                 left -= tokens
-        batch = [entry for entry in batch if entry.table is not None]
-        if batch:
+        if batch := [entry for entry in batch if entry.table is not None]:
             self._run(
                 batch, lambda requests, kv: prefill(requests, self._adapter, kv, self._hooks, self._prefill_chunk)
             )
@@ -111,9 +110,9 @@ class Runner:
         for entry in chosen:
             entry.waited = 0
             self._reserve(entry, entry.request.method.most_tokens)
-        # Whoever was preempted for another's room runs later.
-        batch = [entry for entry in chosen if entry.table is not None]
-        self._run(batch, lambda requests, kv: run_round(requests, self._adapter, kv, self._hooks))
+        # Whoever was sent back, for another's room or because there is none for itself, runs later.
+        if batch := [entry for entry in chosen if entry.table is not None]:
+            self._run(batch, lambda requests, kv: run_round(requests, self._adapter, kv, self._hooks))
 
     def _run(self, batch: Sequence[Entry], forward: Callable[[list[Request], PagedBatch], None]) -> None:
         kv = PagedBatch(self._pool, [entry.table for entry in batch if entry.table is not None])
