@@ -143,9 +143,18 @@ def test_it_follows_its_text_forward_back_and_to_another(tokenizer: PreTrainedTo
 
     prompt = [300, 301]
     assert allows(prompt) == {a, b}
+    assert allows([*prompt, a]) == {c, d}
     assert allows([*prompt, a, c]) == {c, d}
     assert allows([*prompt]) == {a, b}, "two tokens were taken back"
-    assert allows([*prompt, b, d, d]) == {tokenizer.eos_token_id}
+    for text in ([b], [b, d], [b, d, d]):
+        allowed = allows([*prompt, *text])
+    assert allowed == {tokenizer.eos_token_id}
+    for end in ([tokenizer.eos_token_id], [tokenizer.eos_token_id, 0], [tokenizer.eos_token_id, 0, 0]):
+        allows([*prompt, b, d, d, *end])
+    assert allows(prompt) == {a, b}, "the same prompt again, after an end and padding"
+    assert allows([*prompt, a, c, d, tokenizer.eos_token_id, 400, 401]) == {a, b}, (
+        "a longer prompt that holds the first text"
+    )
     assert allows([400, 401]) == {a, b}, "another prompt"
     assert allows([400, 401, a]) == {c, d}
     other = copy.deepcopy(processor)

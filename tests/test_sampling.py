@@ -216,6 +216,40 @@ def test_a_row_is_what_it_is_alone(model: NemotronLabsDiffusionModel) -> None:
         assert not any(got[len(alone) :])
 
 
+@pytest.mark.parametrize("strategy", ["ar", *STRATEGIES])
+def test_going_on_from_a_cache_is_one_longer_call(model: NemotronLabsDiffusionModel, strategy: str) -> None:
+    ids = prompts(1, seed=9)
+    options: dict[str, Any] = {"temperature": 0.9, "repetition_penalty": 1.1}
+    long = sample(model, ids, "ar", 6, max_new_tokens=24, **options)
+    first = sample(model, ids, strategy, 6, max_new_tokens=11, return_dict_in_generate=True, **options)
+    second = sample(
+        model,
+        first.sequences,
+        strategy,
+        6,
+        max_new_tokens=13,
+        cache=first.cache,
+        attention_mask=torch.ones_like(first.sequences),
+        **options,
+    )
+    assert torch.equal(second, long)
+
+
+@pytest.mark.parametrize("strategy", ["ar", *STRATEGIES])
+def test_stop_rules_end_a_sampled_text_where_they_end_it_in_ar(
+    model: NemotronLabsDiffusionModel, right_drafts: Callable[[Tensor], None], strategy: str
+) -> None:
+    ids = prompts(1, seed=5)
+    free = sample(model, ids, "ar", 77, max_new_tokens=40)
+    written = free[0, 6:].tolist()
+    end = next(i for i in range(9, 40) if written[i] not in written[:i])
+    right_drafts(free)
+    got = sample(model, ids, strategy, 77, max_new_tokens=40, eos_token_id=written[end])
+    assert got[0].tolist() == free[0, : 6 + end + 1].tolist()
+    got = sample(model, ids, strategy, 77, max_new_tokens=end - 2, eos_token_id=written[end])
+    assert got[0].tolist() == free[0, : 6 + end - 2].tolist()
+
+
 def test_a_draft_shares_the_noise(model: NemotronLabsDiffusionModel) -> None:
     """A drafter that is always right about the logits is always right about the sampled token: the coupling at its best."""
     logits = torch.randn(6, 24, generator=torch.Generator().manual_seed(1))
@@ -240,6 +274,21 @@ def test_a_temperature_near_zero_is_greedy(model: NemotronLabsDiffusionModel, st
     ids = prompts(8)
     greedy = model.generate(ids, max_new_tokens=20, do_sample=False, suppress_tokens=[MASK])
     assert torch.equal(sample(model, ids, strategy, 3, max_new_tokens=20, temperature=1e-5), greedy)
+
+
+@pytest.mark.parametrize("option", [{"top_k": 1}, {"min_p": 0.5}, {"top_p": 0.05}])
+@pytest.mark.parametrize("penalty", [{}, {"repetition_penalty": 1.01}])
+def test_mask_takes_no_place_from_others(option: dict[str, Any], penalty: dict[str, Any]) -> None:
+    """Where MASK is the likeliest by far, top-k and its like choose among the rest."""
+    model = toy_model(seed=3)
+    with torch.no_grad():
+        model.lm_head.weight[MASK] *= 8
+    options = {"max_new_tokens": 12, **option, **penalty}
+    without = sample(model, prompts(6), "ar", 1, suppress_tokens=[MASK], **options)
+    for strategy in ("ar", "recguide"):
+        got = sample(model, prompts(6), strategy, 1, **options)
+        assert torch.equal(got, without)
+    assert len(set(without[:, 6:].flatten().tolist())) > 3
 
 
 def test_mask_is_never_sampled(model: NemotronLabsDiffusionModel) -> None:
@@ -371,6 +420,30 @@ def test_scores_logits_and_logprobs_are_those_of_ar(
     ended = torch.cumsum(got.sequences[:, 6:] == 9, dim=1) - (got.sequences[:, 6:] == 9).long() > 0
     by_hand = torch.stack(got.logits, dim=1).log_softmax(-1).gather(2, got.sequences[:, 6:, None])[..., 0]
     assert torch.allclose(got.logprobs, by_hand.masked_fill(ended, 0.0), atol=1e-5)
+
+
+def test_what_was_taken_back_is_in_no_output(model: NemotronLabsDiffusionModel, right_drafts: Any) -> None:
+    """A criterion stops the first row in the middle of a block that was accepted as a whole."""
+
+    def stop(ids: Tensor, scores: Any) -> Tensor:
+        return torch.tensor([ids.shape[1] >= 6 + 9, ids.shape[1] >= 6 + 20])
+
+    arguments: dict[str, Any] = {
+        "max_new_tokens": 30,
+        "stopping_criteria": [stop],
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+        "output_logprobs": True,
+        "suppress_tokens": [0],
+    }
+    ids = prompts(1).repeat(2, 1)
+    wanted = sample(model, ids, "ar", [5, 5], **arguments)
+    right_drafts(wanted.sequences[1:])
+    got = sample(model, ids, "linear", [5, 5], **arguments)
+    assert torch.equal(got.sequences, wanted.sequences)
+    assert wanted.logprobs[0].count_nonzero() == 9
+    assert torch.allclose(got.logprobs, wanted.logprobs, atol=1e-4)
 
 
 def test_statistics_and_records(model: NemotronLabsDiffusionModel) -> None:

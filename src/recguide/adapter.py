@@ -189,7 +189,7 @@ class ModelAdapter:
             if sampling is not None and rows[row]
         ]
         noise = row_noise(logits, predicted)
-        scores = sample_scores(logits, predicted, noise) if predicted else logits
+        scores = sample_scores(logits, predicted, noise, self._excluded) if predicted else logits
         return plan, self._predictions(logits, noise, scores, best, seconds)
 
     def _predicted_positions(self, segments: Sequence[Segment]) -> list[int]:

@@ -16,19 +16,20 @@ from .errors import ConfigError, InputError, MissingDependencyError
 
 @dataclass
 class _Row:
-    """How far one row's text has been read: `ids` are prompt and text, the matcher has read the text."""
+    """How far one row's text has been read: of the text behind the prompt the matcher has read `consumed` tokens."""
 
     ids: list[int]
     prompt_length: int
     matcher: Any
+    consumed: int = 0
 
 
 class GrammarLogitsProcessor(LogitsProcessor):
     """
     Keeps each row's output inside a grammar; needs `pip install "recguide[grammar]"` (llguidance).
 
-    Works with every strategy and with plain `generate`. It follows the ids that it is given: one more token advances it, fewer
-    roll it back, another text starts it anew, so one object serves any number of calls.
+    Works with every strategy and with plain `generate`. It follows the ids that it is given: one token more advances it, fewer
+    roll it back, anything else is the prompt of a new text. So one object serves one call after the other.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerFast`]): the model's.
@@ -96,14 +97,17 @@ class GrammarLogitsProcessor(LogitsProcessor):
         return _Row(ids, len(ids), self._matcher.deep_copy())
 
     def _follow(self, row: _Row, ids: list[int]) -> _Row:
-        shared = min(len(row.ids), len(ids))
-        if row.ids[:shared] != ids[:shared] or shared < row.prompt_length:
+        if ids[:-1] == row.ids:
+            if not row.matcher.is_stopped():
+                if not row.matcher.consume_token(ids[-1]):
+                    raise InputError(f"Token {ids[-1]} is not allowed by the grammar here: {row.matcher.get_error()}")
+                row.consumed += 1
+        elif len(ids) >= row.prompt_length and ids == row.ids[: len(ids)]:
+            kept = min(row.consumed, len(ids) - row.prompt_length)
+            row.matcher.rollback(row.consumed - kept)
+            row.consumed = kept
+        else:
             return self._start(ids)
-        if (surplus := len(row.ids) - shared) > 0:
-            row.matcher.rollback(surplus)
-        new = ids[shared:]
-        if new and not row.matcher.is_stopped() and not row.matcher.consume_tokens(new):
-            raise InputError(f"The tokens {new} are not allowed by the grammar here: {row.matcher.get_error()}")
         row.ids = ids
         return row
 

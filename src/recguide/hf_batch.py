@@ -75,7 +75,8 @@ class RowRule:
         answers = []
         if self._criteria:
             ids = torch.cat((self._padding, self._padding.new_tensor(tokens)))[None]
-            scores = self._recorder.scores(self._calls)
+            # Stop strings never look at scores, and to stack them anew for each token takes its time.
+            scores = None if all(map(asks_by_row, self._criteria)) else self._recorder.scores(self._calls)
             answers = [_says_stop(criterion, ids, scores)[0] for criterion in self._criteria]
         if tokens[-1] in self._eos:
             return "eos"
@@ -150,6 +151,7 @@ class Columns:
             if request.id in self._stopped and self._written(request) >= self._released:
                 ended_here = request.finished == "eos" and self._written(request) == self._released
                 del request.tokens[request.prompt_tokens + self._released :]
+                self._recorder.cut(request.id, self._released)
                 request.finished = "eos" if ended_here else "stop"
 
     def sequences(self) -> Tensor:

@@ -70,6 +70,12 @@ class ScoreRecorder:
         if self._logprobs is not None:
             self._logprobs[row].append(logits.log_softmax(-1)[token])
 
+    def cut(self, row: int, length: int) -> None:
+        """Forget what was recorded of a row past its first `length` tokens, which were taken back."""
+        for kept in (self._scores, self._logits, self._logprobs):
+            if kept is not None:
+                del kept[row][length:]
+
     def scores(self, length: int) -> tuple[Tensor, ...] | None:
         return _columns_of(self._scores, length)
 
@@ -110,7 +116,11 @@ def token_choice(
     def choose(tokens: list[int], logits: Tensor, noise: Tensor | None) -> int:
         ids = torch.tensor([pads + tokens], device=logits.device)
         # A copy: a processor may write into what it is given, and the round still holds the logits.
-        processed = own(ids, logits.clone()[None])[0]
+        given = logits.clone()
+        if noise is not None:
+            # Before top-k and its like, which would keep MASK and nothing else where it is the likeliest.
+            given[adapter.excluded_token_ids] = float("-inf")
+        processed = own(ids, given[None])[0]
         scores = processed.clone() if noise is None else processed + noise
         if adapter.excluded_token_ids:
             scores[adapter.excluded_token_ids] = float("-inf")

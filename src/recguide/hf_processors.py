@@ -67,17 +67,22 @@ def for_row(processor: Any, row: int, prompt: int) -> Any:
             of_row[name] = value[at : at + 1]
     if type(processor) is EncoderNoRepeatNGramLogitsProcessor:
         of_row |= {"batch_size": 1, "generated_ngrams": processor.generated_ngrams[prompt : prompt + 1]}
-    if row == 0 and not of_row:
-        return processor
-    try:
-        own = copy.copy(processor) if of_row else copy.deepcopy(processor)
-    except Exception as error:
-        raise UnsupportedError(
-            f"{type(processor).__name__} cannot be copied ({error}), and each row of a batch needs one of its own. "
-            "Decode one prompt a call."
-        ) from error
+    if not of_row:
+        return processor if row == 0 else own_copy(processor)
+    own = copy.copy(processor)
     vars(own).update(of_row)
     return own
+
+
+def own_copy(rule: Any) -> Any:
+    """A processor or criterion for one text alone; it may keep a state. Raises [`UnsupportedError`] where it cannot be copied."""
+    try:
+        return copy.deepcopy(rule)
+    except Exception as error:
+        raise UnsupportedError(
+            f"{type(rule).__name__} cannot be copied ({error}), and each of several texts needs one of its own. Decode one "
+            "prompt a call."
+        ) from error
 
 
 class OutputPenaltyLogitsProcessor(LogitsProcessor):

@@ -163,7 +163,7 @@ def generate_with_strategy(
     strategy = _first_of(generation_strategy, STRATEGY, places)
     options = _first_of(recguide_config, OPTIONS, places)
     extras = Extras(
-        hooks=_hooks(recguide_hooks),
+        hooks=checked_hooks(recguide_hooks),
         seed=tuple(seed) if isinstance(seed, Sequence) else seed,
         generator=generator,
         presence_penalty=presence_penalty,
@@ -190,7 +190,8 @@ def generate_with_strategy(
     return plain_generate(inputs, generation_config, custom_generate=run, **kwargs)
 
 
-def _hooks(given: Any) -> tuple[Hook, ...]:
+def checked_hooks(given: Any) -> tuple[Hook, ...]:
+    """The given hooks, if they are a list of hooks."""
     if not isinstance(given, Sequence) or not all(isinstance(hook, Hook) for hook in given):
         raise ConfigError(f"recguide_hooks must be a list of recguide.Hook objects; got {given!r}.")
     return tuple(given)

@@ -2,7 +2,8 @@
 
 Order: hooks are called in the order of the list, for each event in the order of events. Exceptions: a hook's exception
 is not swallowed; the later hooks of that event are not called, the requests end with reason `error`, their state is
-released, and the exception reaches the caller. `on_finish` is called once for each request of a batch when the batch has
+released, and the exception reaches the caller; in an engine it is in the results of the requests whose forward it was, and one
+raised by `on_finish` is logged. `on_finish` is called once for each request of a batch when the batch has
 ended, also when the generation failed; if it raises itself while another exception is under way, it is chained to that one.
 """
 

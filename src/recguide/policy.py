@@ -55,7 +55,8 @@ class AIMD:
     """
     Doubles a request's block when all of it was accepted, halves it when half or less was committed, between 8 and 32.
 
-    Known from congestion control (there with an additive increase); the doubling is a public port's of this method.
+    After congestion control's additive increase, multiplicative decrease; that here both are multiplicative is a public port's
+    choice. A branch's draft is as long as the block it rides along with, so blocks grow in rounds that draft anew.
     """
 
     def __init__(self) -> None:

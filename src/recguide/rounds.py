@@ -142,7 +142,10 @@ def plan_blocks(batch: Sequence[Request], load: int) -> None:
     """Ask the policies how long each unfinished request's next block is, with `load` requests under way in all."""
     for request in batch:
         if request.finished is None:
-            request.block_size = min(request.method.policy.block_size(request.id, load), request.remaining)
+            wanted = request.method.policy.block_size(request.id, load)
+            # What a branch has drafted already is verified as it is, not drafted again at another length.
+            drafted = len(request.draft.guesses) + 1 if request.draft.guesses else wanted
+            request.block_size = min(wanted, drafted, request.remaining)
 
 
 def run_round(batch: Sequence[Request], adapter: ModelAdapter, kv: KVCache, hooks: Hook) -> None:

@@ -49,7 +49,9 @@ class Predicted:
         return self.start + len(self.positions)
 
 
-def sample_scores(logits: Tensor, predicted: Sequence[Predicted], noise: Tensor | None) -> Tensor:
+def sample_scores(
+    logits: Tensor, predicted: Sequence[Predicted], noise: Tensor | None, excluded: Sequence[int] = ()
+) -> Tensor:
     """
     Scores whose argmax is each row's token.
 
@@ -57,6 +59,7 @@ def sample_scores(logits: Tensor, predicted: Sequence[Predicted], noise: Tensor 
         logits (`float32[N, V]`): left as they are.
         predicted (`Sequence[Predicted]`): the rows that have rules; the others keep their logits.
         noise (`float32[N, V]`, *optional*): of [`row_noise`].
+        excluded (`Sequence[int]`): tokens that the processors must not count on, such as MASK.
 
     Returns:
         `float32[N, V]`.
@@ -64,6 +67,8 @@ def sample_scores(logits: Tensor, predicted: Sequence[Predicted], noise: Tensor 
     scores = logits.clone()
     for rows in predicted:
         of_request = scores[rows.start : rows.end]
+        for token in excluded:
+            of_request[:, token] = float("-inf")
         no_prefix = torch.empty((len(rows.positions), 0), dtype=torch.long, device=logits.device)
         for processor in rows.sampling.processors:
             of_request = processor(no_prefix, of_request)

@@ -165,7 +165,7 @@ class RoundRecord:
 @dataclass(frozen=True)
 class FinishRecord:
     """
-    A request's end. `reason`: `eos`, `length`, `stop` (a stop rule) or `error`. `taken_back` counts tokens that were
+    A request's end. `reason`: `eos`, `length`, `stop` (a stop rule), `cancelled` or `error`. `taken_back` counts tokens that were
     committed and then removed: a batch's stopping criterion may look at a column after some rows have written past it.
     """
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+import recguide
 from recguide import ConfigError, Engine, EngineConfig, Hook, InputError, NemotronLabsDiffusionModel, UnsupportedError
 from recguide.engine.scheduler import SCHEDULERS
 from recguide.metrics import DecodeMetrics
@@ -66,7 +67,7 @@ def small(**changes: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("pages", [60, 400])
+@pytest.mark.parametrize("pages", [38, 400])
 @pytest.mark.parametrize("prefix_sharing", [False, True])
 def test_every_text_is_what_it_is_alone(scheduler: str, pages: int, prefix_sharing: bool) -> None:
     """With room for all, and with so little that requests are sent back and computed again."""
@@ -78,7 +79,7 @@ def test_every_text_is_what_it_is_alone(scheduler: str, pages: int, prefix_shari
         engine._pool.check_integrity([])
     assert [result.tokens for result in results] == [alone(i) for i in range(COUNT)]
     assert {result.reason for result in results} == {"length", "eos"}
-    assert bool(sum(result.preempted for result in results)) == (pages == 60)
+    assert bool(sum(result.preempted for result in results)) == (pages == 38)
     assert metrics.requests == COUNT
     assert metrics.new_tokens == sum(len(result.tokens) for result in results)
 
@@ -239,10 +240,95 @@ def test_a_broken_hook_ends_requests_and_not_the_engine() -> None:
         engine._pool.check_integrity([])
 
 
+class FailsToFinish(Hook):
+    def on_finish(self, record: Any) -> None:
+        raise RuntimeError("never ends well")
+
+
+def test_a_hook_that_fails_at_each_end_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with Engine(model(), small(max_requests=1), [FailsToFinish()]) as engine:
+        handles = [engine.add_request(prompts(COUNT)[3], **options_of(3)) for _ in range(3)]
+        handles[1].cancel()
+        reasons = [handle.result(60).reason for handle in handles]
+    assert reasons[0] == reasons[2] == "length"
+    assert "never ends well" in caplog.text
+
+
+class Alternating(LogitsProcessor):  # type: ignore[misc]
+    """Lets even and odd tokens come in turn, by a count that it keeps; raises at call number `fails_at`."""
+
+    def __init__(self, fails_at: int = 0) -> None:
+        self.calls = 0
+        self.fails_at = fails_at
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise RuntimeError("at this call")
+        scores = scores.clone()
+        scores[:, self.calls % 2 :: 2] = float("-inf")
+        return scores
+
+
+def test_a_processor_with_a_state_is_each_requests_own() -> None:
+    expected = [
+        model().generate(
+            torch.tensor([p]), max_new_tokens=9, logits_processor=[Alternating()], generation_strategy="ar"
+        )
+        for p in prompts(4)
+    ]
+    with Engine(model(), small()) as engine:
+        results = engine.generate_batch(prompts(4), max_new_tokens=9, logits_processor=[Alternating()])
+    for prompt, result, output in zip(prompts(4), results, expected, strict=True):
+        assert result.tokens == output[0, len(prompt) :].tolist()
+
+
+def test_what_a_failing_processor_did_not_approve_is_not_given_out() -> None:
+    prompt = prompts(1)[0]
+    arguments: dict[str, Any] = {"max_new_tokens": 9, "generation_strategy": "linear"}
+    whole = model().generate(torch.tensor([prompt]), logits_processor=[Alternating()], **arguments)
+    with Engine(model(), small()) as engine:
+        handle = engine.add_request(prompt, logits_processor=[Alternating(fails_at=5)], **arguments)
+        result = handle.result(60)
+    assert result.reason == "error"
+    assert result.tokens == whole[0, len(prompt) : len(prompt) + 4].tolist()
+
+
+def test_pad_tokens_of_a_prompt_are_tokens() -> None:
+    prompt = [0, 0, 7, 0, 9]
+    ids = torch.tensor([prompt])
+    expected = model().generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, generation_strategy="ar", pad_token_id=0
+    )
+    with Engine(model(), small()) as engine:
+        assert (
+            engine.add_request(prompt, max_new_tokens=8, pad_token_id=0).result(60).tokens == expected[0, 5:].tolist()
+        )
+
+
+def test_a_strategy_that_is_the_models_default_stays() -> None:
+    class Blocks(Hook):
+        sizes: set[int] = set()
+
+        def on_commit(self, record: Any) -> None:
+            self.sizes.add(record.block_size)
+
+    own = toy_model(vocab_size=64)
+    recguide.attach(own, "ar")
+    with Engine(own, small(), [Blocks()]) as engine:
+        engine.add_request([7, 8], max_new_tokens=6).result(60)
+    assert Blocks.sizes == {1}
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
         ({"prompt_ids": []}, InputError, "empty"),
+        ({"prompt_ids": [7, 64]}, InputError, "Token 64 is not of the model's vocabulary"),
+        ({"prompt_ids": torch.tensor([[7, 8]])}, InputError, "flat sequence"),
+        ({"prompt_ids": "hello"}, InputError, "flat sequence"),
+        ({"output_logprobs": True}, UnsupportedError, "output_logprobs"),
+        ({"cache": object()}, UnsupportedError, "cache"),
         ({"prompt_ids": [7] * 600}, InputError, "600 tokens; the model's context is 512"),
         ({"max_new_tokens": 20000}, InputError, "KV pages"),
         ({"num_beams": 2}, UnsupportedError, "num_beams"),
@@ -264,12 +350,20 @@ def test_bad_requests_are_refused_in_the_callers_thread(
         ({"scheduler": "fifo"}, "packed"),
         ({"max_requests": 0}, "max_requests"),
         ({"page_size": 2.5}, "page_size"),
+        ({"prefix_sharing": "no"}, "prefix_sharing"),
         ({"scheduler": "bucketed", "max_wait": 2}, "max_wait"),
     ],
 )
 def test_bad_configs(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         EngineConfig(**fields)
+
+
+def test_an_engine_checks_what_it_is_made_of() -> None:
+    with pytest.raises(ConfigError, match="EngineConfig"):
+        Engine(model(), {"max_requests": 2})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"recguide\.Hook"):
+        Engine(model(), hooks=[print])  # type: ignore[list-item]
 
 
 def test_a_result_that_is_late() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import operator
 import queue
 import threading
 from collections import deque
@@ -16,13 +18,27 @@ import torch
 from ..adapter import ModelAdapter
 from ..attention import resolve_backend
 from ..errors import ConfigError, InputError, UnsupportedError
-from ..hf_strategy import prepared_call
+from ..hf_processors import own_copy
+from ..hf_strategy import STRATEGY, checked_hooks, prepared_call
 from ..hooks import Hook, Hooks
 from ..paged_kv import PagePool
 from ..streaming import Feed
 from ..structs import FinishRecord
 from .runner import Entry, Runner
 from .scheduler import SCHEDULERS
+
+logger = logging.getLogger(__name__)
+
+_NOT_HERE = {
+    "streamer": "iterate over the handle.",
+    "recguide_hooks": "give hooks to the engine.",
+    "cache": "it has its own; prefix_sharing keeps common beginnings.",
+    "return_dict_in_generate": "a handle's result() has tokens, reason and seed.",
+    "output_scores": "scores are not kept; use generate().",
+    "output_logits": "logits are not kept; use generate().",
+    "output_logprobs": "log-probabilities are not kept; use generate().",
+    "output_records": "give a hook to the engine; its on_commit gets the round records.",
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +69,8 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1; got {value!r}.")
+        if not isinstance(self.prefix_sharing, bool):
+            raise ConfigError(f"prefix_sharing must be True or False; got {self.prefix_sharing!r}.")
         if self.scheduler not in SCHEDULERS:
             raise ConfigError(f"Unknown scheduler {self.scheduler!r}. Known: {', '.join(SCHEDULERS)}.")
         SCHEDULERS[self.scheduler](self.max_wait)
@@ -146,9 +164,11 @@ class Engine:
     """
 
     def __init__(self, model: Any, config: EngineConfig | None = None, hooks: Sequence[Hook] = ()) -> None:
+        self.config = EngineConfig() if config is None else config
+        if not isinstance(self.config, EngineConfig):
+            raise ConfigError(f"config must be an EngineConfig; got {config!r}.")
         self.model = model
-        self.config = config or EngineConfig()
-        self._hooks = Hooks(hooks)
+        self._hooks = Hooks(checked_hooks(hooks))
         pool = PagePool.for_budget(
             self.config.kv_bytes, self.config.page_size, model.config, model.dtype, self.config.prefix_sharing
         )
@@ -179,25 +199,32 @@ class Engine:
 
         Args:
             prompt_ids (`Sequence[int]`): the prompt's tokens.
-            options: of `generate` with a strategy ([`generate_with_strategy`]); `generation_strategy` is `"recguide"` by default.
+            options:
+                Of `generate` with a strategy ([`generate_with_strategy`]); where no config names one it is `"recguide"`. Logits
+                processors and stopping criteria are copied for each request, since they may keep a state.
 
         Raises:
             ConfigError, UnsupportedError, InputError: as `generate` does; nothing is submitted then.
         """
-        for name in ("streamer", "recguide_hooks", "cache", "return_dict_in_generate"):
-            if options.get(name):
-                raise UnsupportedError(
-                    f"The engine cannot honour {name}: iterate over the handle, and give hooks to it."
-                )
-        if len(prompt_ids) == 0:
-            raise InputError("The prompt is empty; expected at least one token. Give it a BOS token.")
-        options.setdefault("generation_strategy", "recguide")
-        ids = torch.tensor([list(prompt_ids)], device=self._adapter.device)
-        call = prepared_call(self.model, ids, **options)
+        for name in _NOT_HERE.keys() & options.keys():
+            if options[name] is not None and options[name] is not False:
+                raise UnsupportedError(f"The engine cannot honour {name}: {_NOT_HERE[name]}")
+        places = (options.get("generation_config"), self.model.generation_config)
+        if options.get(STRATEGY) is None and not any(getattr(place, STRATEGY, None) for place in places):
+            options[STRATEGY] = "recguide"
+        for name in ("logits_processor", "stopping_criteria"):
+            # One that keeps a state would mix the texts of all requests that share it.
+            options[name] = [own_copy(rule) for rule in options.get(name) or ()]
+        ids = torch.tensor([self._checked(prompt_ids)], device=self._adapter.device)
+        # Without a mask of ours, transformers would take pad tokens of the prompt for padding.
+        call = prepared_call(self.model, ids, **({"attention_mask": torch.ones_like(ids)} | options))
         if len(call.batch) > 1:
             raise UnsupportedError(
                 "The engine's request is one sequence; submit it again instead of num_return_sequences."
             )
+        if call.keep:
+            reason = _NOT_HERE["return_dict_in_generate"]
+            raise UnsupportedError(f"The engine cannot honour return_dict_in_generate: {reason}")
         request = call.batch[0]
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if context is not None and len(prompt_ids) > context:
@@ -220,6 +247,21 @@ class Engine:
             self._changed.notify()
         return job.handle
 
+    def _checked(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The prompt as a list; a token that the model does not have would end everybody's forward."""
+        vocabulary = self.model.config.get_text_config().vocab_size
+        try:
+            ids = [operator.index(token) for token in prompt_ids]
+        except TypeError as error:
+            raise InputError(
+                f"prompt_ids must be a flat sequence of token ids; got {type(prompt_ids).__name__} ({error})."
+            ) from error
+        if not ids:
+            raise InputError("The prompt is empty; expected at least one token. Give it a BOS token.")
+        if strange := [token for token in ids if not 0 <= token < vocabulary]:
+            raise InputError(f"Token {strange[0]} is not of the model's vocabulary (0 … {vocabulary - 1}).")
+        return ids
+
     def generate_batch(self, prompts: Iterable[Sequence[int]], **options: Any) -> list[RequestResult]:
         """Submit prompts with the same options and wait for all; results in the order of the prompts."""
         handles = [self.add_request(prompt, **options) for prompt in prompts]
@@ -241,7 +283,7 @@ class Engine:
 
     def close(self, drain: bool = False) -> None:
         """
-        Stop the worker and free everything.
+        Stop the worker and free all pages; the pool's memory goes with the engine.
 
         Args:
             drain (`bool`, defaults to `False`): let the requests under way end first; otherwise they are cancelled.
@@ -275,12 +317,17 @@ class Engine:
     # --- in the worker ---
 
     def _work(self) -> None:
-        while self._take_orders():
+        going = True
+        while going:
             try:
+                going = self._take_orders()
                 self._runner.step()
             except Exception as error:
-                # A hook's, or a fault of ours: nobody must wait for an engine that stands still.
-                for job in list(self._jobs.values()):
+                # A fault of ours: nobody must wait for an engine that stands still.
+                with self._changed:
+                    self._arrivals.clear()
+                    jobs = list(self._jobs.values())
+                for job in jobs:
                     job.entry.failure = error
                     self._runner.end(job.entry, "error")
 
@@ -318,9 +365,12 @@ class Engine:
             for watcher in job.handle._watchers:
                 watcher.put(result)
         new = len(output)
-        self._hooks.on_finish(
-            FinishRecord(request.id, request.finished, request.prompt_tokens, new, request.committed - new)
-        )
+        record = FinishRecord(request.id, request.finished, request.prompt_tokens, new, request.committed - new)
+        try:
+            self._hooks.on_finish(record)
+        except Exception:
+            # The request has its result already, and no caller is there to raise to.
+            logger.exception("A hook failed in on_finish of request %d", request.id)
 
 
 def _guard(entry: Entry) -> None:
@@ -343,7 +393,7 @@ def _guard(entry: Entry) -> None:
         try:
             return choose(tokens, logits, noise)
         except Exception as error:
-            entry.failure = error
+            entry.failure, entry.approved = error, len(tokens)
             return int(logits.argmax())
 
     request.choose = guarded_choose

@@ -21,6 +21,8 @@ class Entry(Turn):
     table: PageTable | None = None
     preempted: int = 0
     failure: Exception | None = field(default=None, repr=False)
+    approved: int | None = None
+    """Tokens that stand, where a rule of the user's has raised: what came after was chosen without it."""
 
     @property
     def is_cached(self) -> bool:
@@ -78,11 +80,16 @@ class Runner:
         while self.waiting and len(self.admitted) < self._max_requests:
             entry = self.waiting[0]
             request = entry.request
-            if self._pool.pages_for(request.to_cache + request.method.most_tokens) > self._pool.free_pages:
+            if self._missing(entry) + sum(map(self._missing, self.admitted)) > self._pool.free_pages:
                 return
             self.waiting.popleft()
             entry.table = self._pool.new_table(request.tokens)
             self.admitted.append(entry)
+
+    def _missing(self, entry: Entry) -> int:
+        """Pages that an entry lacks for its next round."""
+        request, held = entry.request, len(entry.table.pages) if entry.table is not None else 0
+        return self._pool.pages_for(request.to_cache + request.method.most_tokens) - held
 
     def _prefill(self) -> None:
         left, batch = self._prefill_chunk, []
@@ -93,7 +100,8 @@ class Runner:
             if tokens > 0 and self._reserve(entry, tokens):
                 batch.append(entry)
                 left -= tokens
-        if batch := [entry for entry in batch if entry.table is not None]:
+        # Only who came after an entry is sent back for it, so none of the batch was.
+        if batch:
             self._run(
                 batch, lambda requests, kv: prefill(requests, self._adapter, kv, self._hooks, self._prefill_chunk)
             )
@@ -115,7 +123,9 @@ class Runner:
             self._run(batch, lambda requests, kv: run_round(requests, self._adapter, kv, self._hooks))
 
     def _run(self, batch: Sequence[Entry], forward: Callable[[list[Request], PagedBatch], None]) -> None:
-        kv = PagedBatch(self._pool, [entry.table for entry in batch if entry.table is not None])
+        tables = [entry.table for entry in batch if entry.table is not None]
+        assert len(tables) == len(batch), "an entry without pages takes part in a forward"
+        kv = PagedBatch(self._pool, tables)
         try:
             forward([entry.request for entry in batch], kv)
         except Exception as error:
@@ -148,6 +158,8 @@ class Runner:
     def end(self, entry: Entry, reason: str) -> None:
         """End a request at once, whatever its phase; what it has written stays."""
         entry.request.finished = reason
+        if entry.approved is not None:
+            del entry.request.tokens[entry.approved :]
         if entry in self.waiting:
             self.waiting.remove(entry)
         if entry.table is not None:

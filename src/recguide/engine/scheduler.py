@@ -49,11 +49,12 @@ class Bucketed:
     The requests of one block size, so that shapes repeat: the fullest bucket, unless somebody has waited for long.
 
     Once a request has waited `max_wait` rounds, the bucket of whoever has waited longest runs. Those before it in that order are
-    in at most `BLOCK_SIZES - 1` other buckets, each of which empties its own queue when it runs; so nobody waits more than
+    in at most `block_sizes - 1` other buckets, each of which empties its own queue when it runs; so nobody waits more than
     [`longest_wait`] rounds.
 
     Args:
         max_wait (`int`): at least the number of block sizes.
+        block_sizes (`int`): how many there are.
     """
 
     def __init__(self, max_wait: int, block_sizes: int) -> None:
