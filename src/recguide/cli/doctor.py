@@ -21,6 +21,7 @@ PACKAGES = (
     "triton",
     "flashinfer-python",
     "reasoning-gym",
+    "llguidance",
 )
 
 
