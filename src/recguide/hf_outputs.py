@@ -50,13 +50,39 @@ class RecordKeeper(Hook):
         self.rows[record.request].append(record)
 
 
+class _Kept:
+    """Tensors of committed tokens by row, given out by column; a column that all rows have is stacked once."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows: list[list[Tensor]] = [[] for _ in range(rows)]
+        self._stacked: list[Tensor] = []
+
+    def add(self, row: int, value: Tensor) -> None:
+        self._rows[row].append(value)
+
+    def cut(self, row: int, length: int) -> None:
+        del self._rows[row][length:]
+        del self._stacked[length:]
+
+    def columns(self, length: int) -> tuple[Tensor, ...]:
+        """One `[B, ...]` a column; a row that had ended by then is zeros."""
+        while len(self._stacked) < length and all(len(row) > len(self._stacked) for row in self._rows):
+            self._stacked.append(torch.stack([row[len(self._stacked)] for row in self._rows]))
+        blank = torch.zeros_like(self._rows[0][0])
+        rest = (
+            torch.stack([row[i] if i < len(row) else blank for row in self._rows])
+            for i in range(len(self._stacked), length)
+        )
+        return (*self._stacked[:length], *rest)
+
+
 class ScoreRecorder:
     """Keeps logits, processed scores and log-probabilities of each committed token, where they are asked for."""
 
     def __init__(self, rows: int, scores: bool = False, logits: bool = False, logprobs: bool = False) -> None:
-        self._scores: list[list[Tensor]] | None = [[] for _ in range(rows)] if scores else None
-        self._logits: list[list[Tensor]] | None = [[] for _ in range(rows)] if logits else None
-        self._logprobs: list[list[Tensor]] | None = [[] for _ in range(rows)] if logprobs else None
+        self._scores = _Kept(rows) if scores else None
+        self._logits = _Kept(rows) if logits else None
+        self._logprobs = _Kept(rows) if logprobs else None
 
     @property
     def active(self) -> bool:
@@ -64,35 +90,26 @@ class ScoreRecorder:
 
     def record(self, row: int, logits: Tensor, scores: Tensor, token: int) -> None:
         if self._logits is not None:
-            self._logits[row].append(logits)
+            self._logits.add(row, logits)
         if self._scores is not None:
-            self._scores[row].append(scores)
+            self._scores.add(row, scores)
         if self._logprobs is not None:
-            self._logprobs[row].append(logits.log_softmax(-1)[token])
+            self._logprobs.add(row, logits.log_softmax(-1)[token])
 
     def cut(self, row: int, length: int) -> None:
         """Forget what was recorded of a row past its first `length` tokens, which were taken back."""
         for kept in (self._scores, self._logits, self._logprobs):
             if kept is not None:
-                del kept[row][length:]
+                kept.cut(row, length)
 
     def scores(self, length: int) -> tuple[Tensor, ...] | None:
-        return _columns_of(self._scores, length)
+        return None if self._scores is None else self._scores.columns(length)
 
     def logits(self, length: int) -> tuple[Tensor, ...] | None:
-        return _columns_of(self._logits, length)
+        return None if self._logits is None else self._logits.columns(length)
 
     def logprobs(self, length: int) -> Tensor | None:
-        columns = _columns_of(self._logprobs, length)
-        return None if columns is None else torch.stack(columns, dim=1)
-
-
-def _columns_of(rows: list[list[Tensor]] | None, length: int) -> tuple[Tensor, ...] | None:
-    """One `[B, ...]` a column; a row that had ended by then is zeros."""
-    if rows is None:
-        return None
-    blank = torch.zeros_like(rows[0][0])
-    return tuple(torch.stack([row[i] if i < len(row) else blank for row in rows]) for i in range(length))
+        return None if self._logprobs is None else torch.stack(self._logprobs.columns(length), dim=1)
 
 
 def token_choice(
