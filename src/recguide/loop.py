@@ -82,7 +82,7 @@ def generate(
     Raises:
         InputError: a prompt is empty, or longer than the model's context.
     """
-    _check_prompts(requests, adapter, kv)
+    check_prompts(requests, adapter, kv)
     observers = Hooks(hooks)
     kv = kv or DenseKV(len(requests), _capacity(requests))
     started: list[Request] = []
@@ -123,7 +123,8 @@ def _tell_ends(requests: Sequence[Request], hooks: Hook) -> None:
         raise failure
 
 
-def _check_prompts(requests: Sequence[Request], adapter: ModelAdapter, kv: DenseKV | None) -> None:
+def check_prompts(requests: Sequence[Request], adapter: ModelAdapter, kv: DenseKV | None = None) -> None:
+    """Raise [`InputError`] for a prompt that is empty, longer than the model's context, or in the cache already."""
     if not requests:
         raise InputError("There is no prompt to answer; expected at least one request.")
     context = getattr(adapter.model.config.get_text_config(), "max_position_embeddings", None)

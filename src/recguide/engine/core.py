@@ -9,7 +9,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ from ..errors import ConfigError, InputError, UnsupportedError
 from ..hf_processors import own_copy
 from ..hf_strategy import STRATEGY, checked_hooks, prepared_call
 from ..hooks import Hook, Hooks
+from ..loop import check_prompts
 from ..paged_kv import PagePool
 from ..streaming import Feed
 from ..structs import FinishRecord
@@ -137,7 +138,6 @@ class RequestHandle(Feed[list[int]]):
 class _Job:
     entry: Entry
     handle: RequestHandle
-    cancelled: bool = field(default=False)
 
 
 class Engine:
@@ -226,9 +226,7 @@ class Engine:
             reason = _NOT_HERE["return_dict_in_generate"]
             raise UnsupportedError(f"The engine cannot honour return_dict_in_generate: {reason}")
         request = call.batch[0]
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if context is not None and len(prompt_ids) > context:
-            raise InputError(f"The prompt has {len(prompt_ids)} tokens; the model's context is {context}. Shorten it.")
+        check_prompts([request], self._adapter)
         if (pages := self._runner.pages_of(request)) > self._pool.num_pages:
             raise InputError(
                 f"The request may need {pages} KV pages and the engine has {self._pool.num_pages}. Lower max_new_tokens, or raise "

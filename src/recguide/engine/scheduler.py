@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..config import BLOCK_SIZES
 from ..errors import ConfigError
 from ..rounds import Request
 
@@ -80,7 +81,7 @@ def bucket_of(block_size: int) -> int:
 
 
 SCHEDULERS: dict[str, Callable[[int], Scheduler]] = {
-    "bucketed": lambda max_wait: Bucketed(max_wait, block_sizes=7),
+    "bucketed": lambda max_wait: Bucketed(max_wait, len(BLOCK_SIZES)),
     "packed": lambda max_wait: Packed(),
     "padded": lambda max_wait: Padded(),
 }
