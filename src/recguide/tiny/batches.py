@@ -61,7 +61,7 @@ def documents(tokenizer: Any, family_weights: dict[str, float], split: str, seed
     weights = np.array([family_weights[family] for family in FAMILIES], dtype=float)
     weights /= weights.sum()
     while True:
-        if split == "train" and rng.random() < PROSE_SHARE:
+        if split in ("wide", "train") and rng.random() < PROSE_SHARE:
             ids = tokenizer(next(prose)).input_ids[:200]
             yield Document(ids, answer_start=0)
             continue

@@ -26,7 +26,7 @@ def corpus(tasks_per_family: int) -> Iterator[str]:
     """Training text of the tokenizer: prompts and answers of every family, then some prose and code."""
     for family in FAMILIES:
         for index in range(tasks_per_family):
-            task = make_task(family, "train", index)
+            task = make_task(family, "wide", index)
             yield task.prompt
             yield task.answer
     yield from islice(prose_passages(), tasks_per_family // 4)

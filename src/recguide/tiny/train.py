@@ -38,6 +38,7 @@ class Phase:
         blocks (`int`): draft tokens a row; 0 trains the autoregressive side alone, at half the cost.
         draft_weight (`float`): weight of the draft loss; the AR loss has 1.
         warmup (`int`): steps of linear warm-up.
+        split (`str`): the tasks that it trains on, `"wide"` or `"train"`.
     """
 
     steps: int
@@ -47,6 +48,7 @@ class Phase:
     blocks: int = 192
     draft_weight: float = 1.0
     warmup: int = 0
+    split: str = "train"
 
     def rates(self, done: int) -> tuple[float, float]:
         """Rates after `done` steps of the phase."""
@@ -57,8 +59,10 @@ class Phase:
 
 
 PHASES = (
-    Phase(steps=1520, matrix_lr=4e-3, other_lr=3e-3, blocks=0, warmup=40),
-    Phase(steps=2100, matrix_lr=4e-3, other_lr=3e-3, end=0.03, blocks=288),
+    Phase(steps=1520, matrix_lr=4e-3, other_lr=3e-3, blocks=0, warmup=40, split="wide"),
+    Phase(steps=2100, matrix_lr=4e-3, other_lr=3e-3, end=0.03, blocks=288, split="wide"),
+    Phase(steps=800, matrix_lr=3e-3, other_lr=2.2e-3, blocks=0, warmup=40),
+    Phase(steps=2200, matrix_lr=3e-3, other_lr=2.2e-3, end=0.03, blocks=288),
 )
 
 
@@ -245,7 +249,7 @@ def train(recipe: Recipe, output: Path, stop_after: int | None = None, threads: 
         while step < last:
             phase, done = recipe.phase_at(step)
             if done == 0 or step == started:
-                stream = documents(tokenizer, recipe.family_weights, "train", seed=recipe.seed + 1000 * step)
+                stream = documents(tokenizer, recipe.family_weights, phase.split, seed=recipe.seed + 1000 * step)
                 source = batches(
                     stream,
                     recipe.shape(phase.blocks),

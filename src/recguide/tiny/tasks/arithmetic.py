@@ -13,9 +13,8 @@ from ...errors import MissingDependencyError
 from .task import Task, Template
 
 # Generators of reasoning_gym's `gsm_symbolic` whose worked solutions are sound and need integers only.
-_GSM_TRAIN = (10, 31, 39, 72)
-_GSM_UNSEEN = (12, 30, 54, 95)
-_LARGEST = 60
+_GSM = {"wide": (10, 31, 39, 72), "train": (10, 72), "unseen": (12, 30, 54, 95)}
+_LARGEST = {"wide": 60, "train": 24, "unseen": 60}
 
 _NAMES = ("Maya", "Liam", "Nora", "Omar", "Ella", "Hugo", "Iris", "Jonas", "Lena", "Felix", "Ruth", "Tom", "Ada", "Ben")
 _ANSWER = re.compile(r"####\s*(-?\d+)")
@@ -30,9 +29,15 @@ def score(task: Task, output: str) -> bool:
 @cache
 def templates() -> tuple[Template, ...]:
     """All templates of the family; needs reasoning_gym."""
+    seen = [world for world in _WORLDS if not world.held_out]
+    stories = {"wide": (_WIDE, seen), "train": (_NARROW, seen), "unseen": (_NARROW, [w for w in _WORLDS if w.held_out])}
     return tuple(
-        [Template(f"gsm-{n}", partial(_draw_gsm, n), n in _GSM_UNSEEN) for n in (*_GSM_TRAIN, *_GSM_UNSEEN)]
-        + [Template(f"story-{w.name}", partial(_draw_story, w), w.held_out) for w in _WORLDS]
+        template
+        for split, (numbers, worlds) in stories.items()
+        for template in (
+            *(Template(f"gsm-{n}", partial(_draw_gsm, n, _LARGEST[split]), split) for n in _GSM[split]),
+            *(Template(f"story-{w.name}", partial(_draw_story, w, numbers), split) for w in worlds),
+        )
     )
 
 
@@ -51,12 +56,12 @@ def _gsm_generators() -> dict[int, Callable[[Random, float], dict[str, Any]]]:
     return generators
 
 
-def _draw_gsm(number: int, rng: Random) -> Task:
+def _draw_gsm(number: int, largest: int, rng: Random) -> Task:
     generate = _gsm_generators()[number]
     while True:
         example = generate(rng, 1.0)
         question, solution, answer = example["question"], example["metadata"]["answer_cot"], example["answer"]
-        if _is_plain(f"{question}\n{solution}"):
+        if _is_plain(f"{question}\n{solution}", largest):
             break
     givens, wanted = _split_question(question)
     steps = _normalise(solution).split("\n")[:-1]
@@ -65,12 +70,12 @@ def _draw_gsm(number: int, rng: Random) -> Task:
     return Task("math", f"gsm-{number}", question, "\n".join(lines), (answer,))
 
 
-def _is_plain(text: str) -> bool:
-    """Only ASCII, and only integers from 0 to 60."""
+def _is_plain(text: str, largest: int) -> bool:
+    """Only ASCII, and only integers from 0 to `largest`."""
     return (
         text.isascii()
         and not re.search(r"\d[.,]\d|%|= ?\$?-", text)
-        and all(int(n) <= _LARGEST for n in re.findall(r"\d+", text))
+        and all(int(n) <= largest for n in re.findall(r"\d+", text))
     )
 
 
@@ -210,19 +215,33 @@ _WORLDS = (
     ),
 )  # fmt: skip
 
+
+@dataclass(frozen=True)
+class _Scope:
+    """The numbers of a story, and who may take part beside its hero."""
+
+    start: tuple[int, int]
+    largest: int
+    friends: tuple[str, ...]
+
+
+_WIDE = _Scope(start=(8, 45), largest=60, friends=_NAMES)
+_NARROW = _Scope(start=(6, 18), largest=20, friends=("a friend",))
+
 _OPENERS = ("Then", "Next,", "After that,", "Later,")
 _RESULTS = {"+": "so now there are {m} {thing}", "-": "so {m} {thing} are left", "*": "which makes {m} {thing}"}
 
 
-def _draw_story(world: _World, rng: Random) -> Task:
-    who, friend = rng.sample(_NAMES, 2)
+def _draw_story(world: _World, scope: _Scope, rng: Random) -> Task:
+    who, other = rng.sample(_NAMES, 2)
+    friend = other if other in scope.friends else scope.friends[0]
     thing = rng.choice(world.things)
-    value = rng.randint(8, 45)
+    value = rng.randint(*scope.start)
     fill = partial(str.format, who=who, friend=friend, thing=thing)
     story = [f"{fill(world.start, n=value)}."]
     lines = [f"At the start there are {value} {thing}."]
     for i in range(rng.randint(3, 6)):
-        sign, n = _draw_step(value, rng)
+        sign, n = _draw_step(value, scope.largest, rng)
         words = fill(rng.choice({"+": world.gains, "-": world.losses, "*": world.grows, "/": world.shares}[sign]), n=n)
         opener = "First," if i == 0 else rng.choice(_OPENERS)
         result = {"+": value + n, "-": value - n, "*": value * n, "/": value // n}[sign]
@@ -236,11 +255,11 @@ def _draw_story(world: _World, rng: Random) -> Task:
     return Task("math", f"story-{world.name}", " ".join([*story, question]), "\n".join(lines), (str(value),))
 
 
-def _draw_step(value: int, rng: Random) -> tuple[str, int]:
-    """An operation with a one-digit number that keeps the running value a whole number from 2 to 60."""
-    factors = [n for n in (2, 3) if value * n <= _LARGEST]
+def _draw_step(value: int, largest: int, rng: Random) -> tuple[str, int]:
+    """An operation with a one-digit number that keeps the running value a whole number from 2 to `largest`."""
+    factors = [n for n in (2, 3) if value * n <= largest]
     divisors = [n for n in (2, 3) if value % n == 0 and value // n >= 4]
-    signs = ["+"] * (3 * (value <= 51)) + ["-"] * (3 * (value >= 11)) + ["*"] * bool(factors) + ["/"] * bool(divisors)
+    signs = ["+"] * (3 * (value <= largest - 9)) + ["-"] * (3 * (value >= 11)) + ["*"] * bool(factors) + ["/"] * bool(divisors)
     sign = rng.choice(signs)
     if sign in "+-":
         return sign, rng.randint(2, 9)

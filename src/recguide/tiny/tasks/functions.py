@@ -27,7 +27,8 @@ def score(task: Task, output: str) -> bool:
 
 def templates() -> tuple[Template, ...]:
     """All templates of the family."""
-    return tuple(Template(d.__name__.strip("_"), partial(_draw, d), d in _HELD_OUT) for d in (*_DESIGNS, *_HELD_OUT))
+    splits = {"wide": _DESIGNS, "train": _DESIGNS, "unseen": _HELD_OUT}
+    return tuple(Template(d.__name__.strip("_"), partial(_draw, d), s) for s, designs in splits.items() for d in designs)
 
 
 # --- Vocabulary ---

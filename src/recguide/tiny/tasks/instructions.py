@@ -79,6 +79,8 @@ _ANIMALS = {
     "frog": ("cheerful", "jumped from stone to stone", "rain is only a song"),
     "wolf": ("lonely", "wandered far across the snow", "friends are found on long roads"),
 }
+# Outside the `wide` split every animal has a name of its own.
+_OWN_NAMES = dict(zip(_ANIMALS, _NAMES, strict=False))
 # thing: (adjective, what it did, what it is good for)
 _THINGS = {
     "lantern": ("bright", "glowed in the dark", "finding the way at night"),
@@ -146,11 +148,19 @@ def _a(words: str) -> str:
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
+def _people(rng: Random, count: int, own: bool) -> list[tuple[str, str]]:
+    """Names, and what a request calls them: each other name, or an animal with its own name."""
+    if own:
+        return [(_OWN_NAMES[a], f"{_OWN_NAMES[a]} the {a}") for a in rng.sample(tuple(_ANIMALS), count)]
+    return [(name, name) for name in rng.sample(_NAMES, count)]
+
+
 # --- Kinds of text; none of their sentences has a comma, so that "no commas" may be added to any ---
 
 
-def _story(rng: Random) -> _Draft:
+def _story(rng: Random, own: bool) -> _Draft:
     name, animal, place = rng.choice(_NAMES), rng.choice(tuple(_ANIMALS)), rng.choice(tuple(_PLACES))
+    name = _OWN_NAMES[animal] if own else name
     things = rng.sample(tuple(_THINGS), rng.choice((2, 2, 3)))
     trait, moved, saying = _ANIMALS[animal]
     like, happened = _PLACES[place]
@@ -175,8 +185,8 @@ def _story(rng: Random) -> _Draft:
     return _Draft(request, f"{name} and the {things[0]}", parts, checks, (wish,))
 
 
-def _letter(rng: Random) -> _Draft:
-    name, friend = rng.sample(_NAMES, 2)
+def _letter(rng: Random, own: bool) -> _Draft:
+    (name, called), (friend, friend_called) = _people(rng, 2, own)
     place = rng.choice(tuple(_PLACES))
     things = rng.sample(tuple(_THINGS), 2)
     like, happened = _PLACES[place]
@@ -192,8 +202,8 @@ def _letter(rng: Random) -> _Draft:
     )
     request = rng.choice(
         (
-            f"Write a letter from {name} to {friend}. {name} is at the {place}.",
-            f"{name} is visiting the {place}. Write the letter that {name} sends to {friend}.",
+            f"Write a letter from {called} to {friend_called}. {name} is at the {place}.",
+            f"{called} is visiting the {place}. Write the letter that {name} sends to {friend_called}.",
         )
     )
     wish = rng.choice(("It talks about {}.", "Mention {}.")).format(f"the {things[0]} and then the {things[1]}")
@@ -201,7 +211,7 @@ def _letter(rng: Random) -> _Draft:
     return _Draft(request, f"News from the {place}", parts, checks, (wish,))
 
 
-def _advert(rng: Random) -> _Draft:
+def _advert(rng: Random, own: bool) -> _Draft:
     thing, other = rng.sample(tuple(_THINGS), 2)
     animal, place = rng.choice(tuple(_ANIMALS)), rng.choice(tuple(_PLACES))
     (adjective, did, use), (_, _, other_use) = _THINGS[thing], _THINGS[other]
@@ -223,8 +233,9 @@ def _advert(rng: Random) -> _Draft:
     return _Draft(request, f"The {adjective} {thing}", parts, checks, (wish,))
 
 
-def _packing(rng: Random) -> _Draft:
-    name, place = rng.choice(_NAMES), rng.choice(tuple(_PLACES))
+def _packing(rng: Random, own: bool) -> _Draft:
+    [(name, called)] = _people(rng, 1, own)
+    place = rng.choice(tuple(_PLACES))
     things = rng.sample(tuple(_THINGS), rng.randint(4, 6))
     items = [
         f"- {thing}: {_a(_THINGS[thing][0])} one with {len(thing)} letters for {_THINGS[thing][2]}."
@@ -233,8 +244,8 @@ def _packing(rng: Random) -> _Draft:
     parts = ((f"Here is what {name} takes to the {place}:",), *((item,) for item in items))
     request = rng.choice(
         (
-            f"{name} travels to the {place} and packs {_listed(things)}.",
-            f"Make a packing list for {name} at the {place} with {_listed(things)}.",
+            f"{called} travels to the {place} and packs {_listed(things)}.",
+            f"Make a packing list for {called} at the {place} with {_listed(things)}.",
         )
     )
     wish = rng.choice(("Give one bullet point per thing in alphabetical order.", "Use a sorted list of bullet points."))
@@ -242,10 +253,10 @@ def _packing(rng: Random) -> _Draft:
     return _Draft(request, f"Bags for the {place}", parts, checks, (wish,))
 
 
-def _visitors(rng: Random) -> _Draft:
+def _visitors(rng: Random, own: bool) -> _Draft:
     place = rng.choice(tuple(_PLACES))
     animals = rng.sample(tuple(_ANIMALS), rng.randint(3, 5))
-    names = dict(zip(animals, rng.sample(_NAMES, len(animals)), strict=True))
+    names = _OWN_NAMES if own else dict(zip(animals, rng.sample(_NAMES, len(animals)), strict=True))
     order = sorted(animals)
     items = [f"- {a}: {names[a]} is {_ANIMALS[a][0]} and says that {_ANIMALS[a][2]}." for a in order]
     parts = ((f"These guests came to the {place} where {_PLACES[place][0]}:",), *((item,) for item in items))
@@ -256,7 +267,8 @@ def _visitors(rng: Random) -> _Draft:
     wish = rng.choice(
         ("Sort the bullet points by animal.", "Use bullet points with the animals in alphabetical order.")
     )
-    checks = (f"bullets:{len(animals)}", "sorted", *(f"include:{word}" for word in (place, *animals, *names.values())))
+    called = (names[animal] for animal in animals)
+    checks = (f"bullets:{len(animals)}", "sorted", *(f"include:{word}" for word in (place, *animals, *called)))
     return _Draft(request, f"Guests of the {place}", parts, checks, (wish,))
 
 
@@ -311,7 +323,7 @@ def _add_repeat(draft: _Draft, rng: Random) -> _Draft:
 
 # --- Templates ---
 
-_Kind = Callable[[Random], _Draft]
+_Kind = Callable[[Random, bool], _Draft]
 _Extra = Callable[[_Draft, Random], _Draft]
 
 _TRAIN: tuple[tuple[_Kind, tuple[_Extra, ...]], ...] = (
@@ -341,15 +353,15 @@ _UNSEEN: tuple[tuple[_Kind, tuple[_Extra, ...]], ...] = (
 def templates() -> tuple[Template, ...]:
     """All templates of the family."""
     return tuple(
-        Template(name, partial(_draw, name, kind, extras), held_out)
-        for recipes, held_out in ((_TRAIN, False), (_UNSEEN, True))
+        Template(name, partial(_draw, name, kind, extras, split != "wide"), split)
+        for split, recipes in (("wide", _TRAIN), ("train", _TRAIN), ("unseen", _UNSEEN))
         for kind, extras in recipes
         for name in ["+".join((kind.__name__[1:], *(e.__name__[5:].replace("_", "-") for e in extras)))]
     )
 
 
-def _draw(name: str, kind: _Kind, extras: tuple[_Extra, ...], rng: Random) -> Task:
-    draft = kind(rng)
+def _draw(name: str, kind: _Kind, extras: tuple[_Extra, ...], own: bool, rng: Random) -> Task:
+    draft = kind(rng, own)
     for add in extras:
         draft = add(draft, rng)
     prompt = " ".join(filter(None, (draft.request, *draft.wishes)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 FAMILIES = ("math", "code", "text")
-SPLITS = ("train", "test", "unseen")
+SPLITS = ("wide", "train", "test", "unseen")
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Template:
-    """A named way to draw tasks; a held-out template serves the ``unseen`` split only."""
+    """
+    A named way to draw tasks, and the split that it serves.
+
+    `wide` is the first stretch of training: more names, larger numbers, tasks that a small model learns to read long
+    before it gets them right. `train` and `test` share templates and differ in seeds; `unseen` has templates of its own.
+    """
 
     name: str
     draw: Callable[[Random], Task]
-    held_out: bool = False
+    split: str = "train"
