@@ -24,6 +24,7 @@ def test_defaults() -> None:
         "exclude_eos_replacement": True,
         "draft_threshold": 0.0,
         "policy": "fixed",
+        "tables": None,
     }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recguide import ConfigError, RecGuideConfig, RoundRecord
-from recguide.policy import AIMD, ConcurrencyTable, FixedBlock, block_policy
+from recguide.policy import AIMD, ConcurrencyTable, FixedBlock, Policies
 from recguide.structs import Draft, Guess, Outcome
 from recguide.testing import toy_model
 
@@ -34,17 +34,28 @@ def test_aimd_doubles_and_halves_by_request() -> None:
     assert sizes == [8, 16, 32, 32, 32, 16, 16, 8, 8]
     policy.observe(record(2, 8, 8))
     assert policy.block_size(2, 1) == 16
-    policy.observe(record(2, 16, 3, Outcome.STOPPED))
+    policy.forget(2)
     assert policy.block_size(2, 1) == 8, "an ended request leaves nothing behind"
 
 
+def no_tables() -> Any:
+    raise AssertionError("asked for tables")
+
+
 def test_the_policy_of_a_name() -> None:
-    assert isinstance(block_policy("fixed", 4)[0], FixedBlock)
-    assert block_policy("fixed", 4)[1] == 4
-    assert isinstance(block_policy("aimd", 4)[0], AIMD)
-    assert block_policy("concurrency_table", 4)[1] == 32
-    with pytest.raises(ConfigError, match="fixed, concurrency_table, aimd"):
-        RecGuideConfig(policy="oracle")
+    policies = Policies()
+    fixed = policies.of(RecGuideConfig(block_size=4), no_tables)
+    assert isinstance(fixed, FixedBlock)
+    assert fixed.max_block == 4
+    aimd = policies.of(RecGuideConfig(policy="aimd"), no_tables)
+    assert isinstance(aimd, AIMD)
+    assert policies.of(RecGuideConfig(policy="aimd"), no_tables) is aimd, "requests share what a policy learns"
+    assert policies.of(RecGuideConfig(policy="concurrency_table"), no_tables).max_block == 32
+    own = AIMD()
+    assert policies.of(RecGuideConfig(policy=own), no_tables) is own
+    for wrong in ("oracle", 3, object()):
+        with pytest.raises(ConfigError, match="fixed, concurrency_table, aimd, verification_guided"):
+            RecGuideConfig(policy=wrong)
 
 
 @pytest.mark.parametrize("policy", ["concurrency_table", "aimd"])
@@ -72,11 +83,12 @@ def random_sizes(seed: int) -> Any:
 
 @pytest.mark.parametrize("strategy", ["linear", "quadratic", "recguide"])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_nor_on_one_that_decides_at_random(monkeypatch: pytest.MonkeyPatch, strategy: str, sampled: bool) -> None:
+def test_nor_on_one_that_decides_at_random(strategy: str, sampled: bool) -> None:
     model = toy_model()
     ids = torch.randint(6, 24, (4, 5), generator=torch.Generator().manual_seed(1))
     arguments: dict[str, Any] = {"max_new_tokens": 50} | ({"do_sample": True, "seed": 3} if sampled else {})
     expected = model.generate(ids, generation_strategy="ar", **arguments)
     for seed in range(3):
-        monkeypatch.setattr("recguide.loop.block_policy", lambda name, size, s=seed: (random_sizes(s), 16))
-        assert torch.equal(model.generate(ids, generation_strategy=strategy, **arguments), expected)
+        options = {"policy": random_sizes(seed)}
+        got = model.generate(ids, generation_strategy=strategy, recguide_config=options, **arguments)
+        assert torch.equal(got, expected)

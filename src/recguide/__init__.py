@@ -7,6 +7,7 @@ from pathlib import Path
 from .config import RecGuideConfig
 from .engine import Engine, EngineConfig, RequestHandle, RequestResult
 from .errors import (
+    CalibrationError,
     CheckpointError,
     ConfigError,
     InputError,
@@ -33,6 +34,7 @@ def tiny_path() -> str:
 
 
 __all__ = [
+    "CalibrationError",
     "CheckpointError",
     "ConfigError",
     "Engine",

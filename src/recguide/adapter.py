@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from .attention import AttentionBackend
+from .calibration import Fingerprint
 from .dense_kv import KVCache
 from .errors import CheckpointError, UnsupportedError
 from .models.draft_adapter import adapter_rows
 from .sampling import Predicted, Sampling, row_noise, sample_scores
 from .segments import Plan, Segment, pack
 
+_NEVER = -1e30
+"""A logit of no probability that can still be multiplied by it."""
 _MASK_4D = torch.ones((1, 1, 1, 1), dtype=torch.bool)
 
 
@@ -57,13 +64,15 @@ class Predictions:
     """
     A forward's results on the host, one entry an output row.
 
-    `best[i]` are the tokens of the highest scores in order, `probabilities[i]` the top two's (none where one token was asked
-    for); excluded tokens take no part in either. Scores are the logits, or what the request's [`Sampling`] makes of them.
+    `best[i]` are the tokens of the highest scores in order, `probabilities[i]` the top two's, `entropies[i]` that of the model's
+    own logits in nats (neither where one token was asked for); excluded tokens take no part in any. Scores are the logits, or what
+    the request's [`Sampling`] makes of them.
     `logits` stay on the device: `float32[N, V]`, as the model gave them; so does the sampled requests' `noise`, `float32[N, V]`.
     """
 
     best: list[list[int]]
     probabilities: list[tuple[float, float]]
+    entropies: list[float]
     logits: Tensor
     noise: Tensor | None
     seconds: float
@@ -98,6 +107,26 @@ class ModelAdapter:
     def excluded_token_ids(self) -> list[int]:
         """Tokens that are never predicted, such as MASK."""
         return self._excluded
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What tables measured with this model, its dtype, device and backend carry."""
+        ignored = ("transformers_version", "_name_or_path", "dtype", "architectures")
+        config = {k: v for k, v in self.model.config.to_dict().items() if k not in ignored}
+        digest = sha256(json.dumps(config, sort_keys=True, default=str).encode())
+        weights = sorted(self.model.state_dict().items())
+        for name, weight in weights:
+            digest.update(f"{name}{tuple(weight.shape)}".encode())
+            if weight.device.type != "meta":
+                # bf16 weights widened to float32 are the same model, so values are compared and not bytes.
+                digest.update(weight.flatten()[:16].float().cpu().numpy().astype(np.float32).tobytes())
+        return Fingerprint(
+            model=digest.hexdigest()[:16],
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
+            backend=self.backend.name,
+            adapter=any("draft_adapter" in name for name, _ in weights),
+        )
 
     @property
     def device(self) -> torch.device:
@@ -203,25 +232,30 @@ class ModelAdapter:
     def _predictions(
         self, logits: Tensor, noise: Tensor | None, scores: Tensor, best: int, seconds: float
     ) -> Predictions:
-        held = [scores[:, token].clone() for token in self._excluded]
+        held = [logits[:, token].clone() for token in self._excluded]
         for token in self._excluded:
-            scores[:, token] = float("-inf")
+            logits[:, token] = scores[:, token] = _NEVER
         # Among equal scores argmax takes the first, as plain generate does; topk takes any.
         first = scores.argmax(-1, keepdim=True)
         probabilities: list[tuple[float, float]] = []
+        entropies: list[float] = []
         if best == 1:
             table = first.tolist()
         else:
             top, ids = scores.topk(best, dim=-1)
-            two = (top[:, :2] - scores.logsumexp(-1, keepdim=True)).exp()
+            norm = scores.logsumexp(-1, keepdim=True)
+            own_norm = norm if scores is logits else logits.logsumexp(-1, keepdim=True)
+            entropy = own_norm - ((logits - own_norm).exp_() * logits).sum(-1, keepdim=True)
             # One table for one transfer; a token id is exact in float32.
-            lines = torch.cat((first.float(), ids.float(), two), dim=1).tolist()
+            two = (top[:, :2] - norm).exp()
+            lines = torch.cat((first.float(), ids.float(), two, entropy), dim=1).tolist()
             table = [_ranked(int(line[0]), line[1 : best + 1]) for line in lines]
-            probabilities = [(line[-2], line[-1]) for line in lines]
+            probabilities = [(line[-3], line[-2]) for line in lines]
+            entropies = [line[-1] for line in lines]
         for token, logit in zip(self._excluded, held, strict=True):
             # Whoever chooses tokens by other rules gets the model's own logits.
-            scores[:, token] = logit
-        return Predictions(best=table, probabilities=probabilities, logits=logits, noise=noise, seconds=seconds)
+            logits[:, token] = logit
+        return Predictions(table, probabilities, entropies, logits=logits, noise=noise, seconds=seconds)
 
 
 def _ranked(first: int, ids: list[float]) -> list[int]:

@@ -8,7 +8,8 @@ from typing import Any
 from .errors import ConfigError
 
 STRATEGIES = ("ar", "linear", "quadratic", "recguide")
-POLICIES = ("fixed", "concurrency_table", "aimd")
+POLICIES = ("fixed", "concurrency_table", "aimd", "verification_guided")
+_POLICY_METHODS = ("max_block", "block_size", "observe", "forget")
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -23,9 +24,13 @@ class RecGuideConfig:
             a next draft for every place where acceptance may stop) or `"recguide"` (the paper's overlap).
         block_size (`int`, defaults to 16):
             Tokens verified a round, the seed included, under the policy `"fixed"`. One of 1, 2, 4, 8, 16, 32, 64.
-        policy (`str`, defaults to `"fixed"`):
-            `"fixed"` (always `block_size`), `"concurrency_table"` (32, 16 or 8 by the number of requests under way) or `"aimd"` (8 … 32,
-            doubled and halved by what each request's last round committed).
+        policy (`str` or `BlockPolicy`, defaults to `"fixed"`):
+            `"fixed"` (always `block_size`), `"concurrency_table"` (32, 16 or 8 by the number of requests under way), `"aimd"` (8 … 32,
+            doubled and halved by what each request's last round committed), `"verification_guided"` (8, 16 or 32 by the paper's
+            rule; needs tables) or an object with the methods of [`~policy.BlockPolicy`].
+        tables (`str`, *optional*):
+            Directory of the tables that `recguide profile` and `recguide calibrate` have written; by default `recguide_tables` in the
+            model's directory, or in the current one for a model from the hub.
         delta (`float`, defaults to 0.5): a drafted position is risky if its margin `p1 - p2` is below it (strictly). 0 … 1.
         max_corrections (`int`, defaults to 2): correction branches at the earliest risky positions. 0 … 2.
         continuation (`bool`, defaults to `True`): build the branch for full acceptance where at most two positions are risky.
@@ -46,12 +51,16 @@ class RecGuideConfig:
     reuse: bool = True
     exclude_eos_replacement: bool = True
     draft_threshold: float = 0.0
-    policy: str = "fixed"
+    policy: Any = "fixed"
+    tables: str | None = None
 
     def __post_init__(self) -> None:
         _choice("strategy", self.strategy, STRATEGIES)
         _choice("block_size", self.block_size, BLOCK_SIZES)
-        _choice("policy", self.policy, POLICIES)
+        if isinstance(self.policy, str) or not all(hasattr(self.policy, name) for name in _POLICY_METHODS):
+            _choice("policy", self.policy, POLICIES)
+        if not (self.tables is None or isinstance(self.tables, str)):
+            raise ConfigError(f"tables must be the name of a directory; got {self.tables!r}.")
         _choice("max_corrections", self.max_corrections, (0, 1, 2))
         for name in ("delta", "draft_threshold"):
             value = getattr(self, name)

@@ -5,6 +5,7 @@ RecGuideError
 ├── UnsupportedError (ValueError)    generate() was asked for something the strategy cannot honour
 ├── InputError (ValueError)          a prompt that cannot be answered: empty, or longer than the context
 ├── CheckpointError (ValueError)     weights that are missing, left over, or of another shape
+├── CalibrationError (ValueError)    a table that is missing, unreadable, or of another setup
 ├── MissingDependencyError (ImportError)   an extra is not installed
 └── LosslessError (AssertionError)   an output or a counter contradicts plain decoding: a fault of ours, please report
 """
@@ -28,6 +29,10 @@ class InputError(RecGuideError, ValueError):
 
 class CheckpointError(RecGuideError, ValueError):
     """Weights with missing, unexpected or misshapen keys; the message names them."""
+
+
+class CalibrationError(RecGuideError, ValueError):
+    """A calibration table or cost profile that is missing, unreadable, or was measured on another setup."""
 
 
 class MissingDependencyError(RecGuideError, ImportError):

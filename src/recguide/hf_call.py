@@ -22,6 +22,7 @@ from .hf_refusals import refuse_config, refuse_model_inputs
 from .hooks import Hook
 from .loop import generate, method_of
 from .metrics import DecodeMetrics, looping_tokens
+from .policy import Policies
 from .rounds import Request
 from .sampling import Sampling, row_seed
 
@@ -40,6 +41,8 @@ class Extras:
     output_logprobs: bool = False
     output_records: bool = False
     streamer: Any = None
+    policies: Policies | None = None
+    """An engine's, shared by its requests."""
 
     def __post_init__(self) -> None:
         if self.seed is not None and self.generator is not None:
@@ -136,7 +139,7 @@ def prepare(
     before, after = extras.processors(width)
     processors = LogitsProcessorList([*before, *logits_processor, *after])
     blind = tuple(p for p in processors if not looks_at_prefix(p))
-    method = method_of(config, eos, adapter)
+    method = method_of(config, eos, adapter, extras.policies)
     copies = generation_config.num_return_sequences or 1
     seeds = extras.seeds(len(prompts)) if generation_config.do_sample else None
     batch = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from .errors import ConfigError, InputError, UnsupportedError
 from .hf_call import Call, Extras, decode, prepare
 from .hf_refusals import refuse, refuse_arguments
 from .hooks import Hook
+from .policy import Policies
 
 STRATEGY, OPTIONS = "generation_strategy", "recguide_config"
 _PLAIN = "_recguide_plain_generate"
@@ -64,7 +65,13 @@ def attach(
             raise ConfigError(f"Defaults belong to a loaded model's generation_config; {model.__name__} is a class.")
         strategy = generation_strategy or "recguide"
         resolve_config(strategy, recguide_config)
-        given = asdict(recguide_config) if isinstance(recguide_config, RecGuideConfig) else dict(recguide_config or {})
+        given = (
+            dict(vars(recguide_config)) if isinstance(recguide_config, RecGuideConfig) else dict(recguide_config or {})
+        )
+        if not isinstance(given.get("policy", ""), str):
+            raise ConfigError(
+                f"A policy object cannot be saved with the model: {given['policy']!r}. Pass it to each call."
+            )
         # Kept once, under its own name: a call may ask for another strategy with the same options.
         given.pop("strategy", None)
         setattr(model.generation_config, STRATEGY, strategy)
@@ -210,7 +217,8 @@ def resolve_config(strategy: str, options: dict[str, Any] | RecGuideConfig | Non
         raise ConfigError(f"Unknown generation_strategy {strategy!r}. Known: {', '.join(STRATEGIES)}.")
     if options is not None and not isinstance(options, dict | RecGuideConfig):
         raise ConfigError(f"recguide_config must be a dict or a RecGuideConfig; got {options!r}.")
-    given = asdict(options) if isinstance(options, RecGuideConfig) else dict(options or {})
+    # Not asdict: that would copy a policy object, and what it has learned would be lost.
+    given = dict(vars(options)) if isinstance(options, RecGuideConfig) else dict(options or {})
     if given.setdefault("strategy", strategy) != strategy:
         raise ConfigError(
             f"generation_strategy={strategy!r} and recguide_config's strategy={given['strategy']!r} disagree; give one."
@@ -266,19 +274,22 @@ def _take_over(
     )
 
 
-def prepared_call(model: Any, inputs: Tensor, **arguments: Any) -> Call:
+def prepared_call(model: Any, inputs: Tensor, policies: Policies, **arguments: Any) -> Call:
     """
     What `generate(inputs, **arguments)` would decode, by the same checks and rules, not yet decoded: the engine's way in.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): the model.
         inputs (`torch.LongTensor` of shape `(batch, length)`): the prompt.
+        policies (`Policies`): the engine's.
         arguments: of [`generate_with_strategy`], a strategy among them.
     """
     calls: list[Call] = []
 
     def until_prepared(*args: Any, custom_generate: Any, **kwargs: Any) -> None:
-        run = functools.partial(_take_over, **(custom_generate.keywords | {"finish": calls.append}))
+        given = custom_generate.keywords
+        ours = {"finish": calls.append, "extras": replace(given["extras"], policies=policies)}
+        run = functools.partial(_take_over, **(given | ours))
         plain = getattr(type(model), _PLAIN, None) or type(model).generate
         plain(model, *args, custom_generate=run, **kwargs)
 

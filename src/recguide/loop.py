@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from .adapter import ModelAdapter
 from .attention import installed
 from .branching import branching_rule
+from .calibration import CostProfile, ProgressTable
 from .config import RecGuideConfig
 from .dense_kv import DenseKV
 from .errors import InputError, UnsupportedError
 from .hooks import Hook, Hooks
-from .policy import FixedBlock, block_policy
+from .policy import FixedBlock, Policies, Tables
 from .rounds import Method, Request, plan_blocks, prefill, run_round
 from .structs import FinishRecord
 
@@ -31,7 +33,9 @@ class Result:
     kv: DenseKV = field(repr=False)
 
 
-def method_of(config: RecGuideConfig, eos: frozenset[int], adapter: ModelAdapter) -> Method:
+def method_of(
+    config: RecGuideConfig, eos: frozenset[int], adapter: ModelAdapter, policies: Policies | None = None
+) -> Method:
     """
     The config's strategy as block policy and branching rule.
 
@@ -39,9 +43,11 @@ def method_of(config: RecGuideConfig, eos: frozenset[int], adapter: ModelAdapter
         config (`RecGuideConfig`): the strategy and its options.
         eos (`frozenset[int]`): end-of-sequence tokens, which no branch supposes; stopping is each request's own rule.
         adapter (`ModelAdapter`): that is to run it.
+        policies (`Policies`, *optional*): those in use already.
 
     Raises:
         UnsupportedError, CheckpointError: the model cannot draft in this way.
+        CalibrationError: the policy needs tables, and there are none for this setup.
     """
     branching = branching_rule(config, eos)
     if config.strategy == "ar":
@@ -52,14 +58,26 @@ def method_of(config: RecGuideConfig, eos: frozenset[int], adapter: ModelAdapter
             "This family's draft logits are shifted: it cannot predict the first token of a block, as a continuation or the "
             "quadratic layout must. Use strategy='linear', or 'recguide' with continuation=False."
         )
-    policy, max_block = block_policy(config.policy, config.block_size)
     return Method(
-        policy=policy,
+        policy=(policies or Policies()).of(config, lambda: read_tables(adapter, config.tables)),
         branching=branching,
         draft_threshold=config.draft_threshold,
         candidates=2 + (len(eos) if config.exclude_eos_replacement else 0),
-        max_block=max_block,
     )
+
+
+def tables_directory(adapter: ModelAdapter, chosen: str | None) -> Path:
+    """Where an adapter's tables are: as chosen, or beside the model, or in the current directory for a model from the hub."""
+    if chosen is not None:
+        return Path(chosen)
+    beside = Path(str(adapter.model.name_or_path))
+    return (beside if beside.is_dir() else Path()) / "recguide_tables"
+
+
+def read_tables(adapter: ModelAdapter, chosen: str | None) -> Tables:
+    """The tables for an adapter's setup; raises [`CalibrationError`] if one is missing or of another setup."""
+    directory = tables_directory(adapter, chosen)
+    return ProgressTable.load(directory, adapter.fingerprint), CostProfile.load(directory, adapter.fingerprint)
 
 
 def generate(
@@ -114,6 +132,7 @@ def _tell_ends(requests: Sequence[Request], hooks: Hook) -> None:
     failure: BaseException | None = None
     for request in requests:
         new = len(request.tokens) - request.prompt_tokens
+        request.method.policy.forget(request.id)
         try:
             reason = request.finished or "error"
             hooks.on_finish(FinishRecord(request.id, reason, request.prompt_tokens, new, request.committed - new))

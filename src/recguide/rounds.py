@@ -44,13 +44,11 @@ class Method:
     draft_threshold: float = 0.0
     candidates: int = 2
     """Likeliest tokens asked of the drafter for each position; the replacement comes from those after the first."""
-    max_block: int = 1
-    """The largest block that the policy asks for."""
 
     @property
     def most_tokens(self) -> int:
         """Query tokens that a forward of one round can have."""
-        return self.branching.most_tokens(self.max_block)
+        return self.branching.most_tokens(self.policy.max_block)
 
 
 @dataclass
@@ -255,6 +253,7 @@ def _accept(
         outcome=name_outcome(choice, len(drafted) + 1, accepted, hit, stopped),
         hit=hit,
         query_tokens=query_tokens,
+        entropies=tuple(predictions.entropies[outputs[0][0] :][: len(committed)]),
     )
 
 

@@ -156,6 +156,8 @@ class RoundRecord:
     """Index into `branches` of the one that becomes the next round's draft."""
     query_tokens: int
     """This request's query tokens in the verifying forward."""
+    entropies: tuple[float, ...] = ()
+    """Of the verifier's own distribution where each committed token stands, in nats, MASK excluded; none in plain decoding."""
 
     @property
     def block_size(self) -> int:

@@ -109,6 +109,7 @@ def _record(line: dict[str, Any]) -> tuple[str, Record]:
         "branches": tuple(BranchRecord(_branch(b["branch"]), b["first"], _draft(b["draft"])) for b in line["branches"]),
         "risky": tuple(line["risky"]),
         "committed": tuple(line["committed"]),
+        "entropies": tuple(line.get("entropies", ())),
         "outcome": Outcome(line["outcome"]),
     }
     return event, RoundRecord(**fields)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from recguide import ConfigError
 from recguide.engine.scheduler import SCHEDULERS, Bucketed, Packed, Padded, Turn, bucket_of
+from recguide.policy import FixedBlock
 from recguide.rounds import Request
 
 
@@ -18,7 +19,7 @@ class Stub:
 
     def __init__(self, block_size: int, remaining: int = 99, max_block: int = 64) -> None:
         self.block_size, self.remaining = block_size, remaining
-        self.method = type("M", (), {"max_block": max_block})()
+        self.method = type("M", (), {"policy": FixedBlock(max_block)})()
 
 
 def turn(block_size: int, **fields: Any) -> Turn:

@@ -23,6 +23,7 @@ from ..hf_strategy import STRATEGY, checked_hooks, prepared_call
 from ..hooks import Hook, Hooks
 from ..loop import check_prompts
 from ..paged_kv import PagePool
+from ..policy import Policies
 from ..streaming import Feed
 from ..structs import FinishRecord
 from .runner import Entry, Runner
@@ -173,6 +174,7 @@ class Engine:
             self.config.kv_bytes, self.config.page_size, model.config, model.dtype, self.config.prefix_sharing
         )
         self._adapter = ModelAdapter(model, resolve_backend())
+        self._policies = Policies()
         self._runner = Runner(
             self._adapter,
             pool,
@@ -217,7 +219,7 @@ class Engine:
             options[name] = [own_copy(rule) for rule in options.get(name) or ()]
         ids = torch.tensor([self._checked(prompt_ids)], device=self._adapter.device)
         # Without a mask of ours, transformers would take pad tokens of the prompt for padding.
-        call = prepared_call(self.model, ids, **({"attention_mask": torch.ones_like(ids)} | options))
+        call = prepared_call(self.model, ids, self._policies, **({"attention_mask": torch.ones_like(ids)} | options))
         if len(call.batch) > 1:
             raise UnsupportedError(
                 "The engine's request is one sequence; submit it again instead of num_return_sequences."

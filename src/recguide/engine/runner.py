@@ -158,6 +158,7 @@ class Runner:
     def end(self, entry: Entry, reason: str) -> None:
         """End a request at once, whatever its phase; what it has written stays."""
         entry.request.finished = reason
+        entry.request.method.policy.forget(entry.request.id)
         if entry.approved is not None:
             del entry.request.tokens[entry.approved :]
         if entry in self.waiting:

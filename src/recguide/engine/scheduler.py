@@ -41,7 +41,7 @@ class Padded:
         largest = max(turn.request.block_size for turn in ready)
         for turn in ready:
             request = turn.request
-            request.block_size = min(largest, request.method.max_block, request.remaining)
+            request.block_size = min(largest, request.method.policy.max_block, request.remaining)
         return list(ready)
 
 

@@ -259,7 +259,12 @@ def _draw_step(value: int, largest: int, rng: Random) -> tuple[str, int]:
     """An operation with a one-digit number that keeps the running value a whole number from 2 to `largest`."""
     factors = [n for n in (2, 3) if value * n <= largest]
     divisors = [n for n in (2, 3) if value % n == 0 and value // n >= 4]
-    signs = ["+"] * (3 * (value <= largest - 9)) + ["-"] * (3 * (value >= 11)) + ["*"] * bool(factors) + ["/"] * bool(divisors)
+    signs = (
+        ["+"] * (3 * (value <= largest - 9))
+        + ["-"] * (3 * (value >= 11))
+        + ["*"] * bool(factors)
+        + ["/"] * bool(divisors)
+    )
     sign = rng.choice(signs)
     if sign in "+-":
         return sign, rng.randint(2, 9)

@@ -28,7 +28,9 @@ def score(task: Task, output: str) -> bool:
 def templates() -> tuple[Template, ...]:
     """All templates of the family."""
     splits = {"wide": _DESIGNS, "train": _DESIGNS, "unseen": _HELD_OUT}
-    return tuple(Template(d.__name__.strip("_"), partial(_draw, d), s) for s, designs in splits.items() for d in designs)
+    return tuple(
+        Template(d.__name__.strip("_"), partial(_draw, d), s) for s, designs in splits.items() for d in designs
+    )
 
 
 # --- Vocabulary ---

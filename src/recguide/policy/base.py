@@ -1,14 +1,20 @@
-"""How long each request's next block is."""
+"""The interface of block policies, and those that need no tables."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from .structs import Outcome, RoundRecord
+from ..structs import RoundRecord
 
 
 class BlockPolicy(Protocol):
-    """Chooses block sizes from what it has been told of a request's rounds; it never reads the engine."""
+    """
+    Chooses block sizes from what it has been told of a request's rounds; it never reads the engine.
+
+    `max_block` is the largest block that it asks for.
+    """
+
+    max_block: int
 
     def block_size(self, request: int, load: int) -> int:
         """
@@ -22,17 +28,23 @@ class BlockPolicy(Protocol):
     def observe(self, record: RoundRecord) -> None:
         """Take note of a round."""
 
+    def forget(self, request: int) -> None:
+        """The request has ended, whatever the reason; one that the policy has never seen may end too."""
+
 
 class FixedBlock:
     """The same size always."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        self.max_block = size
 
     def block_size(self, request: int, load: int) -> int:
-        return self._size
+        return self.max_block
 
     def observe(self, record: RoundRecord) -> None:
+        pass
+
+    def forget(self, request: int) -> None:
         pass
 
 
@@ -44,10 +56,15 @@ class ConcurrencyTable:
     loads that it names, 16.
     """
 
+    max_block = 32
+
     def block_size(self, request: int, load: int) -> int:
         return 32 if load <= 4 else 16 if load < 64 else 8
 
     def observe(self, record: RoundRecord) -> None:
+        pass
+
+    def forget(self, request: int) -> None:
         pass
 
 
@@ -59,6 +76,8 @@ class AIMD:
     choice. A branch's draft is as long as the block it rides along with, so blocks grow in rounds that draft anew.
     """
 
+    max_block = 32
+
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
 
@@ -66,18 +85,11 @@ class AIMD:
         return self._sizes.get(request, 8)
 
     def observe(self, record: RoundRecord) -> None:
-        if record.outcome is Outcome.STOPPED:
-            self._sizes.pop(record.request, None)
-            return
         size, committed = record.block_size, len(record.committed)
         if committed == size:
             self._sizes[record.request] = min(2 * size, 32)
         elif committed <= size / 2:
             self._sizes[record.request] = max(size // 2, 8)
 
-
-def block_policy(name: str, block_size: int) -> tuple[BlockPolicy, int]:
-    """The policy of a config's name, and the largest block that it asks for."""
-    if name == "fixed":
-        return FixedBlock(block_size), block_size
-    return (AIMD() if name == "aimd" else ConcurrencyTable()), 32
+    def forget(self, request: int) -> None:
+        self._sizes.pop(request, None)

@@ -1,0 +1,80 @@
+"""What a millisecond is worth: the rate at which tokens are committed, solved instead of tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+
+class Price:
+    """
+    Tokens that a request commits in a millisecond of its rounds, as a slow average.
+
+    To maximise tokens over time, take in every round whatever maximises `tokens - price * time`, where the price is the rate that
+    is achieved by doing so (W. Dinkelbach, On nonlinear fractional programming, 1967). Each observed round moves the average a
+    little, so that it converges to that fixed point and follows a change of prompts.
+
+    Args:
+        start (`float`): tokens a millisecond.
+        round_ms (`float`): a usual round, to weigh the start with.
+        memory (`int`, defaults to 256): rounds after which a past one counts 1/e.
+    """
+
+    def __init__(self, start: float, round_ms: float, memory: int = 256) -> None:
+        self._keep = 1 - 1 / memory
+        self._ms = round_ms * memory
+        self._tokens = start * self._ms
+
+    @property
+    def value(self) -> float:
+        return self._tokens / self._ms
+
+    def observe(self, tokens: float, milliseconds: float) -> None:
+        self._tokens = self._tokens * self._keep + tokens
+        self._ms = self._ms * self._keep + milliseconds
+
+
+class Prices:
+    """
+    A price for each load, since time is scarcer where more requests share it.
+
+    Args:
+        loads (`Sequence[int]`): those that costs were measured at; another load has the price of the nearest.
+        start (callable): `load -> Price`, for the first time that it is asked for.
+    """
+
+    def __init__(self, loads: Sequence[int], start: Callable[[int], Price]) -> None:
+        self._loads, self._start = loads, start
+        self._by_load: dict[int, Price] = {}
+
+    def at(self, load: int) -> Price:
+        nearest = min(self._loads, key=lambda measured: abs(measured - load))
+        if nearest not in self._by_load:
+            self._by_load[nearest] = self._start(nearest)
+        return self._by_load[nearest]
+
+
+def solve_price(
+    weights: Sequence[float], tokens: Sequence[Sequence[float]], milliseconds: Sequence[float], tolerance: float = 1e-9
+) -> float:
+    """
+    Dinkelbach's fixed point for a known mixture of situations.
+
+    Args:
+        weights (`Sequence[float]`): how often each situation occurs.
+        tokens (`Sequence[Sequence[float]]`): expected tokens, `[situations][choices]`.
+        milliseconds (`Sequence[float]`): cost of each choice.
+
+    Returns:
+        `float`: tokens a millisecond of the best choices; no fixed choice achieves more.
+    """
+    price = 0.0
+    while True:
+        gained = spent = 0.0
+        for weight, row in zip(weights, tokens, strict=True):
+            best = max(range(len(row)), key=lambda i: row[i] - price * milliseconds[i])
+            gained += weight * row[best]
+            spent += weight * milliseconds[best]
+        achieved = gained / spent
+        if achieved <= price * (1 + tolerance):
+            return max(achieved, price)
+        price = achieved
