@@ -52,29 +52,17 @@ class Contender:
 
     def report(self) -> dict[str, Any]:
         """This contender's entry of the JSON file."""
-        ours, m = self.strategy not in OUTSIDE, self.metrics
-        decode = self.plain_forwards["decode"]
+        ours = self.strategy not in OUTSIDE
         return {
             "strategy": self.strategy,
             "block_size": self.block_size,
             "suite": self.suite,
             "concurrency": 1,
             "prompts": self.prompts,
-            "committed_tokens": m.committed_tokens if ours else self.new_tokens - self.prompts,
             "new_tokens": self.new_tokens,
-            "forwards": {kind: m.forwards[kind] for kind in ("prefill", "draft", "verify", "fused")}
-            if ours
-            else {"prefill": self.plain_forwards["prefill"], "draft": 0, "verify": decode, "fused": 0},
-            "decode_tpf": m.decode_tpf if ours else _ratio(self.new_tokens - self.prompts, decode),
-            "e2e_tpf": m.e2e_tpf if ours else _ratio(self.new_tokens, sum(self.plain_forwards.values())),
-            "tau": m.tau if ours else 2 * _ratio(self.new_tokens - self.prompts, decode),
-            "mean_committed": m.mean_committed if ours else _ratio(self.new_tokens - self.prompts, decode),
-            "acceptance_histogram": {str(n): m.committed_histogram[n] for n in sorted(m.committed_histogram)},
-            "full_round_rate": _ratio(m.full_rounds, m.all_rounds),
-            "reuse_rate": m.reuse_rate,
-            "outcomes": dict(m.outcomes),
-            "query_tokens_per_forward": m.query_tokens_per_forward,
-            "host_share": m.host_share if ours and not self.on_gpu else None,
+            **decode_figures(self.metrics),
+            **({} if ours else self._plain_figures()),
+            "host_share": self.metrics.host_share if ours and not self.on_gpu else None,
             "wall_s": self.wall_s,
             "tokens_per_s": _ratio(self.new_tokens, self.wall_s),
             "looping_share": _ratio(self.looping, self.new_tokens),
@@ -82,6 +70,35 @@ class Contender:
             "equal_to_ar": self.different == 0,
             "first_difference": self.first_difference,
         }
+
+    def _plain_figures(self) -> dict[str, Any]:
+        """What is known of an outside baseline, which has no hooks: its tokens and its forwards."""
+        decode, committed = self.plain_forwards["decode"], self.new_tokens - self.prompts
+        return {
+            "committed_tokens": committed,
+            "forwards": {"prefill": self.plain_forwards["prefill"], "draft": 0, "verify": decode, "fused": 0},
+            "decode_tpf": _ratio(committed, decode),
+            "e2e_tpf": _ratio(self.new_tokens, self.plain_forwards.total()),
+            "tau": 2 * _ratio(committed, decode),
+            "mean_committed": _ratio(committed, decode),
+        }
+
+
+def decode_figures(metrics: DecodeMetrics) -> dict[str, Any]:
+    """The part of an entry that comes from the hooks."""
+    return {
+        "committed_tokens": metrics.committed_tokens,
+        "forwards": {kind: metrics.forwards[kind] for kind in ("prefill", "draft", "verify", "fused")},
+        "decode_tpf": metrics.decode_tpf,
+        "e2e_tpf": metrics.e2e_tpf,
+        "tau": metrics.tau,
+        "mean_committed": metrics.mean_committed,
+        "acceptance_histogram": {str(n): metrics.committed_histogram[n] for n in sorted(metrics.committed_histogram)},
+        "full_round_rate": _ratio(metrics.full_rounds, metrics.all_rounds),
+        "reuse_rate": metrics.reuse_rate,
+        "outcomes": dict(metrics.outcomes),
+        "query_tokens_per_forward": metrics.query_tokens_per_forward,
+    }
 
 
 def contenders(strategies: Sequence[str], block_sizes: Sequence[int], suites: Sequence[str]) -> list[Contender]:
@@ -170,17 +187,20 @@ def _note(
 
 
 def _compare(entry: Contender, model: Any, ids: torch.Tensor, output: list[int], reference: list[int]) -> None:
-    """Note where an output leaves the reference first, and how far apart the model's top two logits were there."""
-    if output == reference:
-        return
+    if output != reference:
+        entry.different += 1
+        if entry.first_difference is None:
+            entry.first_difference = {"prompt": entry.prompts} | difference(model, ids, output, reference)
+
+
+def difference(model: Any, ids: torch.Tensor, output: list[int], reference: list[int]) -> dict[str, float]:
+    """Where an output leaves the reference, and how far apart the model's top two logits are there; `ids`: `int64[1, T]`."""
     pairs = enumerate(zip(output, reference, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), min(len(output), len(reference)))
-    entry.different += 1
-    if entry.first_difference is None:
-        prefix = torch.cat((ids, ids.new_tensor([reference[:at]])), dim=1)
-        with torch.no_grad():
-            top = model(input_ids=prefix, use_cache=False, logits_to_keep=1).logits[0, -1].float().topk(2).values
-        entry.first_difference = {"prompt": entry.prompts, "new_token": at, "top2_gap": float(top[0] - top[1])}
+    prefix = torch.cat((ids, ids.new_tensor([reference[:at]])), dim=1)
+    with torch.no_grad():
+        top = model(input_ids=prefix, use_cache=False, logits_to_keep=1).logits[0, -1].float().topk(2).values
+    return {"new_token": at, "top2_gap": float(top[0] - top[1])}
 
 
 def check(entries: Sequence[Contender]) -> None:

@@ -6,9 +6,10 @@ import json
 import signal
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -18,6 +19,7 @@ from rich.table import Table
 from transformers import TextStreamer
 
 from ..config import STRATEGIES, RecGuideConfig
+from ..engine.scheduler import SCHEDULERS
 from ..errors import ConfigError, LosslessError, MissingDependencyError
 from ..hf_strategy import resolve_config
 from ..hooks import Hook
@@ -25,7 +27,8 @@ from ..metrics import DecodeMetrics
 from ..tiny.examples import EXAMPLES
 from ..tiny.tasks import FAMILIES, Task, make_task
 from ..trace import TraceWriter
-from . import benchmark
+from . import benchmark, load_benchmark
+from .calibration import calibrate, profile, whole_numbers
 from .doctor import diagnose
 from .loading import TINY, chat_ids, errors, load, readable_errors
 
@@ -106,13 +109,29 @@ def quickstart(
 @app.command()
 def bench(
     strategies: Annotated[
-        str, typer.Option(help=", ".join((*benchmark.OURS, *benchmark.OUTSIDE)))
-    ] = "ar,linear,quadratic,recguide,hf-generate,hf-prompt-lookup",
+        str | None,
+        typer.Option(help=f"{', '.join((*benchmark.OURS, *benchmark.OUTSIDE))}; by default all that the mode knows."),
+    ] = None,
     block_size: Annotated[str, typer.Option(help="One or several, with commas.")] = "16",
     suite: Annotated[str, typer.Option(help=", ".join(FAMILIES))] = ",".join(FAMILIES),
     split: Annotated[str, typer.Option(help="test (unseen seeds) or unseen (unseen templates).")] = "test",
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each suite.")] = 20,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 288,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(help="Requests under way, with commas, such as 1,2,4,8: measure the engine under load."),
+    ] = None,
+    policies: Annotated[
+        str | None, typer.Option(help=f"Under load: {', '.join(load_benchmark.POLICIES)}; by default fixed.")
+    ] = None,
+    schedulers: Annotated[
+        str | None, typer.Option(help=f"Under load: {', '.join(SCHEDULERS)}; by default packed.")
+    ] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Under load: write all figures to this table.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Under load: draw tokens a second, of all over each request's, to this PNG file."),
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
     model: ModelOption = TINY,
     dtype: DtypeOption = "float32",
@@ -120,67 +139,170 @@ def bench(
     threads: Annotated[int | None, typer.Option(min=1, help="torch threads; by default torch's own choice.")] = None,
 ) -> None:
     """
-    Run strategies side by side, one request at a time, and check that outputs equal plain decoding.
+    Run strategies side by side, and check that outputs equal plain decoding.
+
+    One request at a time; or, with --concurrency, in the engine, where each request that ends makes room for the next one.
 
     The code suite runs what the model writes, in a subprocess with limits of time, memory and files. That contains the
-    accidents of a small model; it is no sandbox against a hostile one.
+    accidents of a small model; it is no sandbox against a hostile one. Under load nothing is run, since nothing is scored.
     """
     with readable_errors():
         suites = _names(suite, FAMILIES, "--suite")
         _names(split, ("test", "unseen"), "--split")
-        sizes = [_integer(size) for size in block_size.split(",")]
-        entries = benchmark.contenders([s.strip() for s in strategies.split(",")], sizes, suites)
+        sizes = whole_numbers(block_size, "--block-size")
+        chosen = None if strategies is None else [name.strip() for name in strategies.split(",")]
+        test: load_benchmark.LoadTest | None = None
+        entries: list[benchmark.Contender] = []
+        if concurrency is None:
+            under_load = {"--policies": policies, "--schedulers": schedulers, "--csv": csv_file, "--plot": plot}
+            if given := [option for option, value in under_load.items() if value is not None]:
+                raise ConfigError(
+                    f"{', '.join(given)} without --concurrency: give that too, such as --concurrency 1,4,16."
+                )
+            entries = benchmark.contenders(chosen or (*benchmark.OURS, *benchmark.OUTSIDE), sizes, suites)
+        else:
+            contenders = load_benchmark.contenders(
+                chosen or benchmark.OURS,
+                sizes,
+                _names(policies or "fixed", load_benchmark.POLICIES, "--policies"),
+                _names(schedulers or "packed", tuple(SCHEDULERS), "--schedulers"),
+            )
+            test = load_benchmark.LoadTest(contenders, whole_numbers(concurrency, "--concurrency"), max_new_tokens)
         tasks = {name: [make_task(name, split, index) for index in range(prompts)] for name in suites}
         loaded, tokenizer = load(model, dtype, device)
         if threads:
             torch.set_num_threads(threads)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        errors.print(f"{len(entries)} runs of {prompts} prompts, side by side.", highlight=False)
-        interrupted = False
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            bar = progress.add_task("bench", total=prompts * len(entries))
-            try:
-                benchmark.run(loaded, tokenizer, tasks, entries, max_new_tokens, lambda: progress.advance(bar))
-            except KeyboardInterrupt:
-                interrupted = True
-        runs = [entry.report() for entry in entries if entry.prompts]
-        if json_file:
-            settings = {"split": split, "max_new_tokens": max_new_tokens, "interrupted": interrupted}
-            record = {
-                "environment": benchmark.environment(model, loaded) | settings,
-                "model": model,
-                "runs": runs,
-                "ratios": benchmark.ratios(runs),
-            }
-            _write(json_file, record)
-        if interrupted:
+        settings = {"suites": suites, "split": split, "max_new_tokens": max_new_tokens}
+        record = {"environment": benchmark.environment(model, loaded) | settings, "model": model}
+        if test is None:
+            _bench_alone(loaded, tokenizer, tasks, entries, max_new_tokens, record, json_file)
+        else:
+            # The suites in turn, so that every part of the load has some of each.
+            mixed = [task for one_of_each in zip(*tasks.values(), strict=True) for task in one_of_each]
+            ids = [tuple(chat_ids(tokenizer, task.prompt)[0].tolist()) for task in mixed]
+            _bench_under_load(loaded, ids, test, record, json_file, csv_file, plot)
+
+
+def _bench_alone(
+    loaded: Any,
+    tokenizer: Any,
+    tasks: dict[str, list[Task]],
+    entries: list[benchmark.Contender],
+    max_new_tokens: int,
+    record: dict[str, Any],
+    json_file: Path | None,
+) -> None:
+    prompts = len(next(iter(tasks.values())))
+    errors.print(f"{len(entries)} runs of {prompts} prompts, side by side.", highlight=False)
+    interrupted = _with_bar(
+        prompts * len(entries),
+        lambda advance: benchmark.run(loaded, tokenizer, tasks, entries, max_new_tokens, advance),
+    )
+    runs = [entry.report() for entry in entries if entry.prompts]
+    _write_record(json_file, record, runs, benchmark.ratios(runs), interrupted)
+    if interrupted:
+        _end_interrupted(sum(run["prompts"] for run in runs), json_file)
+    with _lossless():
+        benchmark.check(entries)
+    out.print(_summary(runs, accuracy=True))
+    for run in runs:
+        if run["looping_share"] > 0.05:
+            label = benchmark.label_of(run["strategy"], run["block_size"])
             out.print(
-                f"[yellow]Interrupted.[/yellow] {sum(r['prompts'] for r in runs)} finished runs"
-                + (f" are in {json_file}." if json_file else ".")
+                f"[yellow]{label} on {run['suite']}: {run['looping_share']:.0%} of the tokens are a repetition loop; "
+                "their speed says nothing of real text.[/yellow]"
             )
-            raise typer.Exit(130)
+    for name, value in benchmark.ratios(runs).items():
+        out.print(f"{name:<46} {value:5.2f}", highlight=False)
+
+
+def _bench_under_load(
+    loaded: Any,
+    prompts: list[load_benchmark.Prompt],
+    test: load_benchmark.LoadTest,
+    record: dict[str, Any],
+    json_file: Path | None,
+    csv_file: Path | None,
+    plot: Path | None,
+) -> None:
+    if plot:
+        # What is missing is said before the hours of measuring, not after.
+        load_benchmark.pyplot()
+    finished: list[load_benchmark.LoadRun] = []
+
+    def measure(advance: Callable[[], None]) -> None:
+        for run in test.run(loaded, prompts, advance):
+            finished.append(run)
+
+    errors.print(f"{len(test.contenders)} contenders at {len(test.loads)} loads, in turn.", highlight=False)
+    interrupted = _with_bar(test.steps(prompts), measure)
+    runs = [run.report() for run in finished]
+    ratios = load_benchmark.ratios(runs)
+    _write_record(json_file, record, runs, ratios, interrupted)
+    if csv_file and runs:
+        with _whole(csv_file) as file:
+            file.write_text(load_benchmark.table(runs))
+    if plot and runs:
+        with _whole(plot) as file:
+            load_benchmark.draw(runs, file)
+    if interrupted:
+        _end_interrupted(len(runs), json_file)
+    with _lossless():
+        load_benchmark.check(finished)
+    out.print(_load_summary(runs))
+    for run in runs:
+        if run["different"]:
+            out.print(
+                f"[yellow]{run['contender']} at load {run['concurrency']}: {run['different']} of {run['prompts']} outputs differ "
+                f"from plain decoding, which only float32 rules out.[/yellow]"
+            )
+        if run["preempted"]:
+            out.print(
+                f"[yellow]{run['contender']} at load {run['concurrency']}: the KV pages did not suffice, and {run['preempted']} "
+                "times a request was computed again.[/yellow]"
+            )
+    for name, value in ratios.items():
+        if name.endswith("mean over loads"):
+            out.print(f"{name:<60} {value:5.2f}", highlight=False)
+
+
+def _with_bar(steps: int, work: Callable[[Callable[[], None]], None]) -> bool:
+    """Do `work`, which calls its argument at each step; whether SIGINT or SIGTERM has ended it early."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("bench", total=steps)
         try:
-            benchmark.check(entries)
-        except LosslessError as error:
-            out.print(f"Not lossless: {error}", style="red", markup=False, soft_wrap=True)
-            raise typer.Exit(1) from error
-        out.print(_summary(runs, accuracy=True))
-        for run in runs:
-            if run["looping_share"] > 0.05:
-                label = benchmark.label_of(run["strategy"], run["block_size"])
-                out.print(
-                    f"[yellow]{label} on {run['suite']}: {run['looping_share']:.0%} of the tokens are a repetition loop; "
-                    "their speed says nothing of real text.[/yellow]"
-                )
-        for name, value in benchmark.ratios(runs).items():
-            out.print(f"{name:<46} {value:5.2f}", highlight=False)
+            work(lambda: progress.advance(bar))
+        except KeyboardInterrupt:
+            return True
+    return False
+
+
+def _end_interrupted(finished: int, json_file: Path | None) -> NoReturn:
+    where = f" are in {json_file}." if json_file else "."
+    out.print(f"[yellow]Interrupted.[/yellow] {finished} finished runs{where}")
+    raise typer.Exit(130)
+
+
+@contextmanager
+def _lossless() -> Iterator[None]:
+    """An output that is not plain decoding's ends the command with exit code 1."""
+    try:
+        yield
+    except LosslessError as error:
+        out.print(f"Not lossless: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+app.command()(profile)
+app.command()(calibrate)
 
 
 @app.command("train-tiny")
@@ -279,6 +401,40 @@ def _summary(runs: list[dict[str, Any]], accuracy: bool) -> Table:
     return table
 
 
+def _load_summary(runs: list[dict[str, Any]]) -> Table:
+    table = Table(title="closed loop: whenever a request ends, the next one starts", box=None, padding=(0, 1, 0, 0))
+    columns = [
+        "load",
+        "contender",
+        "tok/s",
+        "each",
+        "TTFT p50",
+        "p95 (ms)",
+        "TPOT p50 (ms)",
+        "together",
+        "longest wait",
+    ]
+    for name in (*columns, "blocks", "equal"):
+        table.add_column(name, justify="left" if name in ("contender", "blocks") else "right")
+    for before, r in zip([None, *runs], runs, strict=False):
+        if before is not None and before["concurrency"] != r["concurrency"]:
+            table.add_section()
+        table.add_row(
+            str(r["concurrency"]),
+            r["contender"],
+            f"{r['tokens_per_s']:.0f}",
+            f"{r['per_request_tokens_per_s']:.0f}",
+            f"{r['p50_ttft_ms']:.0f}",
+            f"{r['p95_ttft_ms']:.0f}",
+            f"{r['p50_tpot_ms']:.1f}",
+            f"{r['bucket_occupancy']:.1f}",
+            str(r["bucket_wait"]["max"]),
+            " ".join(f"{size}: {share:.0%}" for size, share in r["block_share"].items()),
+            "yes" if r["equal_to_ar"] else "NO",
+        )
+    return table
+
+
 def _names(text: str, known: tuple[str, ...], option: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in known]:
@@ -286,15 +442,21 @@ def _names(text: str, known: tuple[str, ...], option: str) -> list[str]:
     return names
 
 
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError as error:
-        raise ConfigError(f"--block-size must be whole numbers with commas between; got {text!r}.") from error
+def _write_record(
+    path: Path | None, record: dict[str, Any], runs: list[dict[str, Any]], ratios: dict[str, float], interrupted: bool
+) -> None:
+    if path is None:
+        return
+    environment = record["environment"] | {"interrupted": interrupted}
+    with _whole(path) as file:
+        file.write_text(
+            json.dumps(record | {"environment": environment, "runs": runs, "ratios": ratios}, indent=1) + "\n"
+        )
 
 
-def _write(path: Path, record: dict[str, Any]) -> None:
-    """All of it or nothing: a reader never sees half a file."""
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A file to write in place of `path`: all of it or nothing, so that a reader never sees half a file."""
     partial = path.with_suffix(path.suffix + ".partial")
-    partial.write_text(json.dumps(record, indent=1) + "\n")
+    yield partial
     partial.replace(path)

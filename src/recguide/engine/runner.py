@@ -111,7 +111,10 @@ class Runner:
         if not ready:
             return
         # Whoever waits keeps its block size: a request that changed buckets while it waits might wait for ever.
-        plan_blocks([entry.request for entry in ready if entry.waited == 0], len(self.admitted))
+        load = len(self.admitted)
+        ready = [entry for entry in ready if entry.waited or self._plan(entry, load)]
+        if not ready:
+            return
         chosen = [entry for entry in self._scheduler.choose(ready) if isinstance(entry, Entry)]
         for entry in ready:
             entry.waited += 1
@@ -121,6 +124,15 @@ class Runner:
         # Whoever was sent back, for another's room or because there is none for itself, runs later.
         if batch := [entry for entry in chosen if entry.table is not None]:
             self._run(batch, lambda requests, kv: run_round(requests, self._adapter, kv, self._hooks))
+
+    def _plan(self, entry: Entry, load: int) -> bool:
+        """Decide its next block; a policy of the user's that raises ends its own request."""
+        try:
+            plan_blocks([entry.request], load)
+        except Exception as error:
+            entry.failure = error
+            self.end(entry, "error")
+        return entry.table is not None
 
     def _run(self, batch: Sequence[Entry], forward: Callable[[list[Request], PagedBatch], None]) -> None:
         tables = [entry.table for entry in batch if entry.table is not None]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from ..calibration import CostProfile
+from ..errors import InputError
 from ..structs import RoundRecord
 from .price import Price, Prices
 from .verification_guided import BLOCK_SIZES
@@ -39,6 +40,8 @@ class Oracle:
         self._prices = Prices(costs.loads, self._of_best_fixed_block)
 
     def block_size(self, request: int, load: int) -> int:
+        if request not in self._ends:
+            raise InputError(f"Request {request} was not recorded; recorded are {sorted(self._ends)}.")
         self._loads[request] = load
         ends, written = self._ends[request], self._written.get(request, 0)
         at = bisect_right(ends, written)
