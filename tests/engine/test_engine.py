@@ -14,8 +14,10 @@ from transformers import LogitsProcessor
 
 import recguide
 from recguide import ConfigError, Engine, EngineConfig, Hook, InputError, NemotronLabsDiffusionModel, UnsupportedError
-from recguide.engine.scheduler import SCHEDULERS
+from recguide.config import BLOCK_SIZES
+from recguide.engine.scheduler import SCHEDULERS, Bucketed
 from recguide.metrics import DecodeMetrics
+from recguide.policy import AIMD
 from recguide.testing import toy_model
 
 PAGE_BYTES = 2 * 2 * 2 * 16 * 4 * 4
@@ -172,7 +174,7 @@ class CancelAt(Hook):
 def test_a_cancel_in_any_phase_frees_all_and_harms_nobody(event: str, count: int) -> None:
     canceller = CancelAt(event, count)
     with Engine(model(), small(prefill_chunk=8), [canceller]) as engine:
-        for _ in range(4):
+        for _ in range(17):
             canceller.left = count
             victim = engine.add_request(prompts(COUNT)[2], max_new_tokens=300)
             canceller.target = victim
@@ -376,22 +378,65 @@ def test_a_result_that_is_late() -> None:
 
 def test_a_thousand_requests_over_few_slots() -> None:
     """Joins, cancels and ends in any order; all that were not cancelled are what they are alone, and nothing is left behind."""
-    small_prompts = [[7 + i % 50, 9] for i in range(10)]
+    some = prompts(10, seed=5)
     expected = [
-        model().generate(torch.tensor([prompt]), max_new_tokens=4, generation_strategy="ar")[0, 2:].tolist()
-        for prompt in small_prompts
+        model().generate(torch.tensor([prompt]), max_new_tokens=7, generation_strategy="ar")[0, len(prompt) :].tolist()
+        for prompt in some
     ]
-    with Engine(model(), small(max_requests=32, scheduler="bucketed")) as engine:
+    with Engine(model(), small(max_requests=64, scheduler="bucketed", prefill_chunk=512)) as engine:
         handles = []
         for i in range(1000):
-            strategy = STRATEGIES[i % 3]
-            handles.append(engine.add_request(small_prompts[i % 10], max_new_tokens=4, generation_strategy=strategy))
+            options = {"generation_strategy": STRATEGIES[i % 3], "max_new_tokens": 1 + i % 7}
+            handles.append(engine.add_request(some[i % 10], **options))
             if i % 7 == 0:
                 handles[i // 2].cancel()
         results = [handle.result(300) for handle in handles]
         engine._pool.check_integrity([])
         assert engine._pool.free_pages == engine._pool.num_pages
+        assert not engine._jobs
+        assert engine._runner.idle
     for i, result in enumerate(results):
         assert result.reason in ("length", "cancelled")
         assert result.tokens == expected[i % 10][: len(result.tokens)]
-        assert result.reason == "cancelled" or len(result.tokens) == 4
+        assert result.reason == "cancelled" or len(result.tokens) == 1 + i % 7
+
+
+class Waits(Hook):
+    """The most verifications of others that a request saw pass between two of its own."""
+
+    def __init__(self) -> None:
+        self.verifications = 0
+        self.last: dict[int, int] = {}
+        self.longest: dict[int, int] = {}
+
+    def on_verify(self, record: Any) -> None:
+        self.verifications += 1
+        for request in record.requests:
+            waited = self.verifications - self.last.get(request, self.verifications - 1) - 1
+            self.longest[request] = max(self.longest.get(request, 0), waited)
+            self.last[request] = self.verifications
+
+
+def test_one_whose_block_nobody_shares_waits_a_bounded_number_of_rounds() -> None:
+    waits = Waits()
+    config = small(max_requests=32, scheduler="bucketed", prefill_chunk=4096, kv_bytes=2000 * PAGE_BYTES)
+    with Engine(model(), config, [waits]) as engine:
+        arguments: dict[str, Any] = {"generation_strategy": "linear", "max_new_tokens": 30}
+        for _ in range(31):
+            engine.add_request([7, 8, 9], recguide_config={"block_size": 4}, **arguments)
+        loner = engine.add_request([7, 8, 9], recguide_config={"block_size": 8}, **arguments)
+        assert loner.result(60).reason == "length"
+    assert 0 < waits.longest[loner.request_id] <= max(waits.longest.values())
+    assert max(waits.longest.values()) <= Bucketed(config.max_wait, len(BLOCK_SIZES)).longest_wait
+
+
+def test_every_policy_forgets_every_request() -> None:
+    """Whether it ends, is cancelled, or fails: nothing of it is left anywhere."""
+    aimd = AIMD()
+    with Engine(model(), small()) as engine:
+        options: dict[str, Any] = {"generation_strategy": "linear", "recguide_config": {"policy": aimd}}
+        handles = [engine.add_request(prompts(COUNT)[i], max_new_tokens=30, **options) for i in range(6)]
+        handles.append(engine.add_request(prompts(1)[0], max_new_tokens=20, logits_processor=[Fails(4)], **options))
+        handles[1].cancel()
+        assert {handle.result(60).reason for handle in handles} == {"length", "cancelled", "error"}
+    assert not aimd._sizes
