@@ -25,7 +25,7 @@ def draft(*risky: int, size: int = B, source: DraftSource = DraftSource.FORWARD,
 
 
 def choose(of: Draft, remaining: int = FAR, eos: frozenset[int] = EOS, **options: Any) -> BranchChoice:
-    return branching_rule(RecGuideConfig(block_size=B, **options), eos).choose(of, remaining)
+    return branching_rule(RecGuideConfig(block_size=B, **options), eos).choose(0, of, remaining)
 
 
 def correction(position: int, size: int = B, token: int = 11) -> Branch:

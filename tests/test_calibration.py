@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from recguide import CalibrationError
+from recguide import CalibrationError, RecGuideConfig
 from recguide.adapter import ModelAdapter
 from recguide.attention import resolve_backend
-from recguide.calibration import CostProfile, Fingerprint, ProgressTable, RoundCost, Stratum, stratum_of
+from recguide.calibration import CostProfile, DraftOdds, Fingerprint, ProgressTable, RoundCost, Stratum, stratum_of
 from recguide.loop import read_tables, tables_directory
 from recguide.testing import toy_model
 
@@ -22,7 +22,7 @@ COSTS = CostProfile(
     HERE, (RoundCost(1, 8, 64, 1.0, 2.0), RoundCost(1, 8, 256, 2.0, 3.0), RoundCost(4, 8, 64, 4.0, 6.0))
 )
 SURVIVAL = tuple(max(0.0, 1 - k / 40) for k in range(32))
-PROGRESS = ProgressTable(HERE, {"all": Stratum((-0.5,), (SURVIVAL, (1.0,) * 32), (3, 4))}, 7, {"rounds": 7})
+PROGRESS = ProgressTable(HERE, {"all": Stratum((-0.5,), (SURVIVAL, (1.0,) * 32), (3, 4))}, 7, DraftOdds(), {"rounds": 7})
 
 
 @pytest.mark.parametrize("table", [COSTS, PROGRESS])
@@ -110,4 +110,7 @@ def test_where_tables_are_looked_for(tmp_path: Path) -> None:
     model.name_or_path = str(tmp_path)
     assert tables_directory(adapter, None) == tmp_path / "recguide_tables"
     with pytest.raises(CalibrationError, match="no calibration for this setup"):
-        read_tables(adapter, None)
+        read_tables(adapter, RecGuideConfig(policy="verification_guided"))
+    assert read_tables(adapter, RecGuideConfig(strategy="auto")) == (None, None)
+    with pytest.raises(CalibrationError, match="no calibration for this setup"):
+        read_tables(adapter, RecGuideConfig(strategy="auto", tables=str(tmp_path)))

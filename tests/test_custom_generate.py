@@ -105,7 +105,7 @@ def test_on_a_model_that_was_never_attached() -> None:
 
 
 @pytest.mark.usefixtures("_detached")
-@pytest.mark.parametrize("strategy", ["ar", "linear", "quadratic", "recguide"])
+@pytest.mark.parametrize("strategy", ["ar", "linear", "quadratic", "recguide", "auto"])
 def test_a_strategy_by_name(strategy: str) -> None:
     model = toy_model(num_hidden_layers=1)
     rounds = Rounds()

@@ -29,7 +29,7 @@ import recguide.hf_call
 from recguide import FinishRecord, ForwardRecord, Hook, NemotronLabsDiffusionModel, RoundRecord
 from recguide.testing import MASK, ScriptedDrafts, toy_model
 
-STRATEGIES = ("ar", "linear", "quadratic", "recguide")
+STRATEGIES = ("ar", "linear", "quadratic", "recguide", "auto")
 BLOCK = 16
 PROMPT = torch.tensor([[3, 7, 9, 2]])
 LENGTHS = (3, 17, 90, 8, 31)

@@ -31,7 +31,7 @@ from recguide import (
 )
 from recguide.testing import toy_model
 
-STRATEGIES = ("ar", "linear", "quadratic", "recguide")
+STRATEGIES = ("ar", "linear", "quadratic", "recguide", "auto")
 PROMPT = torch.tensor([[3, 7, 9, 2]])
 SIZES: dict[str, Any] = {
     "vocab_size": 24,

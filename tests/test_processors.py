@@ -21,7 +21,7 @@ from recguide import ConfigError, InputError, NemotronLabsDiffusionModel
 from recguide.hf_processors import OutputPenaltyLogitsProcessor, ThinkingBudgetLogitsProcessor, looks_at_prefix
 from recguide.testing import MASK, toy_model
 
-STRATEGIES = ("ar", "linear", "quadratic", "recguide")
+STRATEGIES = ("ar", "linear", "quadratic", "recguide", "auto")
 THINK, DONE = 20, 21
 PROMPT = torch.tensor([[7, 9, 8, THINK]])
 

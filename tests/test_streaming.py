@@ -18,7 +18,7 @@ from recguide.streaming import TextDecoder, TextStream, stream
 from recguide.testing import toy_model
 
 PROMPT = torch.tensor([[300, 301, 302, 303]])
-STRATEGIES = ("ar", "linear", "quadratic", "recguide")
+STRATEGIES = ("ar", "linear", "quadratic", "recguide", "auto")
 
 
 @pytest.fixture(scope="module")

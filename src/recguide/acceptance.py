@@ -27,7 +27,8 @@ def name_outcome(choice: BranchChoice, block_size: int, accepted: int, hit: int 
     if accepted == block_size - 1:
         if hit is not None:
             return Outcome.CONTINUATION_HIT
-        return Outcome.CONTINUATION_WRONG_TOKEN if BranchKind.CONTINUATION in kinds else Outcome.FULL_NO_CONTINUATION
+        supposed = any(branch.depth == block_size for branch in choice.branches)
+        return Outcome.CONTINUATION_WRONG_TOKEN if supposed else Outcome.FULL_NO_CONTINUATION
     positions = [branch.depth for branch in choice.branches if branch.kind is BranchKind.CORRECTION]
     rejected_at = accepted + 1
     if not positions:

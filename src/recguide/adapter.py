@@ -76,6 +76,7 @@ class Predictions:
     logits: Tensor
     noise: Tensor | None
     seconds: float
+    elapsed: float
 
 
 class ModelAdapter:
@@ -192,6 +193,7 @@ class ModelAdapter:
         Returns:
             `(Plan, Predictions)`: one device-to-host transfer in all.
         """
+        begun = time.perf_counter()
         plan = pack(rows, kv.lengths, self.device)
         attention = self.backend.plan(plan, kv, self.model.dtype)
         start = time.perf_counter()
@@ -219,7 +221,9 @@ class ModelAdapter:
         ]
         noise = row_noise(logits, predicted)
         scores = sample_scores(logits, predicted, noise, self._excluded) if predicted else logits
-        return plan, self._predictions(logits, noise, scores, best, seconds)
+        table, probabilities, entropies = self._on_host(logits, scores, best)
+        elapsed = time.perf_counter() - begun
+        return plan, Predictions(table, probabilities, entropies, logits, noise, seconds, elapsed)
 
     def _predicted_positions(self, segments: Sequence[Segment]) -> list[int]:
         """The absolute positions that the output rows of a request's segments are about."""
@@ -229,9 +233,10 @@ class ModelAdapter:
             for i in range(*slice(*segment.outputs).indices(len(segment.tokens)))
         ]
 
-    def _predictions(
-        self, logits: Tensor, noise: Tensor | None, scores: Tensor, best: int, seconds: float
-    ) -> Predictions:
+    def _on_host(
+        self, logits: Tensor, scores: Tensor, best: int
+    ) -> tuple[list[list[int]], list[tuple[float, float]], list[float]]:
+        """Each row's best tokens, the top two's probabilities, and the entropy; `logits` are as before after it."""
         held = [logits[:, token].clone() for token in self._excluded]
         for token in self._excluded:
             logits[:, token] = scores[:, token] = _NEVER
@@ -255,7 +260,7 @@ class ModelAdapter:
         for token, logit in zip(self._excluded, held, strict=True):
             # Whoever chooses tokens by other rules gets the model's own logits.
             logits[:, token] = logit
-        return Predictions(table, probabilities, entropies, logits=logits, noise=noise, seconds=seconds)
+        return table, probabilities, entropies
 
 
 def _ranked(first: int, ids: list[float]) -> list[int]:

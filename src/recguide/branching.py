@@ -14,11 +14,12 @@ NOTHING = BranchChoice()
 class BranchingRule(Protocol):
     """Looks at a block's draft before it is verified."""
 
-    def choose(self, draft: Draft, remaining: int) -> BranchChoice:
+    def choose(self, request: int, draft: Draft, remaining: int) -> BranchChoice:
         """
         The branches to build.
 
         Args:
+            request (`int`): its id.
             draft (`Draft`): of the block about to be verified.
             remaining (`int`): tokens that the request may still commit, in this round and later.
         """
@@ -30,7 +31,7 @@ class BranchingRule(Protocol):
 class NoBranches:
     """`ar` and `linear`: draft, then verify."""
 
-    def choose(self, draft: Draft, remaining: int) -> BranchChoice:
+    def choose(self, request: int, draft: Draft, remaining: int) -> BranchChoice:
         return NOTHING
 
     def most_tokens(self, block_size: int) -> int:
@@ -40,7 +41,7 @@ class NoBranches:
 class QuadraticLayout:
     """TiDAR's layout: a next draft for every number of tokens that may be committed; the bonus replaces its first token."""
 
-    def choose(self, draft: Draft, remaining: int) -> BranchChoice:
+    def choose(self, request: int, draft: Draft, remaining: int) -> BranchChoice:
         depths = range(1, len(draft.guesses) + 2)
         sizes = [_next_block(len(draft.guesses) + 1, remaining, depth) for depth in depths]
         kind = BranchKind.ANY_BONUS
@@ -64,7 +65,7 @@ class PaperOverlap:
         self._config = config
         self._eos = eos
 
-    def choose(self, draft: Draft, remaining: int) -> BranchChoice:
+    def choose(self, request: int, draft: Draft, remaining: int) -> BranchChoice:
         config = self._config
         risky = tuple(i for i, guess in enumerate(draft.guesses, start=1) if guess.margin < config.delta)
         if draft.source is DraftSource.BRANCH and not config.reuse:

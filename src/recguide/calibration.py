@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -14,6 +15,8 @@ from typing import Any, Self
 import numpy as np
 
 from .errors import CalibrationError
+
+logger = logging.getLogger(__name__)
 
 VERSION = 1
 LARGEST_BLOCK = 32
@@ -128,9 +131,11 @@ class CostProfile:
         return _save(directory, self.fingerprint, "profile", asdict(self))
 
     @classmethod
-    def load(cls, directory: Path, expected: Fingerprint) -> Self:
-        """Read the profile for `expected` under `directory`; raises [`CalibrationError`] if there is none, or another's."""
-        data, found = _load(directory, expected, "profile")
+    def load(cls, directory: Path, expected: Fingerprint, may_lack: bool = False) -> Self | None:
+        """The profile for `expected` under `directory`; [`CalibrationError`] if it is another's, or missing and may not be."""
+        if (loaded := _load(directory, expected, "profile", may_lack)) is None:
+            return None
+        data, found = loaded
         return cls(found, tuple(RoundCost(**cost) for cost in data["rounds"]), data["environment"])
 
 
@@ -162,6 +167,45 @@ class Stratum:
 
 
 @dataclass(frozen=True)
+class DraftOdds:
+    """
+    What a draft's own probabilities say of its verification. Without arguments: what is known of NLD-8B at large.
+
+    Args:
+        positions (`tuple[int]`): first block position of each group of positions.
+        edges (`tuple[float]`): between bins of the best token's probability.
+        accepted (`tuple[tuple[float]]`): `[groups][bins]`, how often a token is accepted where all before it were.
+        share_edges (`tuple[float]`), second (`tuple[float]`):
+            Bins of the second token's probability as a share of all but the best's, and how often the verifier's token is the
+            second where the best was the first to be rejected.
+        third (`float`): how often it is the third.
+        continuation (`float`): how often, after a whole block, the bonus is a continuation branch's first prediction.
+    """
+
+    positions: tuple[int, ...] = (1,)
+    edges: tuple[float, ...] = ()
+    accepted: tuple[tuple[float, ...], ...] = ()
+    share_edges: tuple[float, ...] = ()
+    second: tuple[float, ...] = (0.575,)
+    third: float = 0.158
+    continuation: float = 0.95
+
+    def acceptance(self, probability: float, position: int) -> float:
+        """Odds that a drafted token is accepted, given that all before it are."""
+        if not self.accepted:
+            return probability
+        return self.accepted[bisect_right(self.positions, position) - 1][bisect_right(self.edges, probability)]
+
+    def replacement(self, rank: int, probability: float, second_probability: float) -> float:
+        """Odds that a rejected token's place is taken by the draft's second (`rank` 0) or third (1) choice."""
+        if rank:
+            return self.third
+        rest = 1 - probability
+        share = second_probability / rest if rest > 0 else 0.0
+        return self.second[bisect_right(self.share_edges, share)]
+
+
+@dataclass(frozen=True)
 class ProgressTable:
     """
     The paper's V_B(s, z): tokens that a block of B may be expected to commit, from the two rounds before it.
@@ -170,6 +214,7 @@ class ProgressTable:
         fingerprint (`Fingerprint`): of the setup.
         strata (`Mapping[str, Stratum]`): `all`, and for block sizes B before it `B partial` and `B full`, where enough was seen.
         entropy_cap (`int`, *optional*): entropies of a round that count, from its first; `None`: all.
+        odds (`DraftOdds`): what a draft says of its own verification.
         quality (`dict`): how good the prediction is on prompts that it was not fitted to.
         environment (`dict`): versions and processor, for the reader.
     """
@@ -177,6 +222,7 @@ class ProgressTable:
     fingerprint: Fingerprint
     strata: Mapping[str, Stratum]
     entropy_cap: int | None = None
+    odds: DraftOdds = DraftOdds()
     quality: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
 
@@ -195,19 +241,26 @@ class ProgressTable:
         return _save(directory, self.fingerprint, "calibration", asdict(self))
 
     @classmethod
-    def load(cls, directory: Path, expected: Fingerprint) -> Self:
-        """Read the table for `expected` under `directory`; raises [`CalibrationError`] if there is none, or another's."""
-        data, found = _load(directory, expected, "calibration")
+    def load(cls, directory: Path, expected: Fingerprint, may_lack: bool = False) -> Self | None:
+        """The table for `expected` under `directory`; [`CalibrationError`] if it is another's, or missing and may not be."""
+        if (loaded := _load(directory, expected, "calibration", may_lack)) is None:
+            return None
+        data, found = loaded
         strata = {
             name: Stratum(tuple(s["edges"]), tuple(map(tuple, s["survival"])), tuple(s["counts"]))
             for name, s in data["strata"].items()
         }
-        return cls(found, strata, data["entropy_cap"], data["quality"], data["environment"])
+        odds = DraftOdds(**{name: _as_tuple(value) for name, value in data["odds"].items()})
+        return cls(found, strata, data["entropy_cap"], odds, data["quality"], data["environment"])
 
 
 def stratum_of(last_block: int, was_full: bool) -> str:
     """The paper's z: the last round's block size, and whether the whole block was accepted."""
     return f"{last_block} {'full' if was_full else 'partial'}"
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 # --- files ---
@@ -223,9 +276,14 @@ def _save(directory: Path, owner: Fingerprint, name: str, data: dict[str, Any]) 
     return path
 
 
-def _load(directory: Path, expected: Fingerprint, name: str) -> tuple[dict[str, Any], Fingerprint]:
+def _load(
+    directory: Path, expected: Fingerprint, name: str, may_lack: bool
+) -> tuple[dict[str, Any], Fingerprint] | None:
     path = directory / expected.folder / f"{name}.json"
     if not path.is_file():
+        if may_lack:
+            logger.info("No %s for this setup (%s); priors are used until times and acceptance are known.", name, path)
+            return None
         command = {"profile": "recguide profile", "calibration": "recguide calibrate"}[name]
         raise CalibrationError(f"There is no {name} for this setup: expected {path}. Make it with `{command}`.")
     try:

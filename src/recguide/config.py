@@ -7,9 +7,9 @@ from typing import Any
 
 from .errors import ConfigError
 
-STRATEGIES = ("ar", "linear", "quadratic", "recguide")
+STRATEGIES = ("ar", "linear", "quadratic", "recguide", "auto")
 POLICIES = ("fixed", "concurrency_table", "aimd", "verification_guided")
-_POLICY_METHODS = ("max_block", "block_size", "observe", "forget")
+_POLICY_METHODS = ("max_block", "block_size", "observe", "observe_forward", "forget")
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -21,7 +21,8 @@ class RecGuideConfig:
     Args:
         strategy (`str`, defaults to `"recguide"`):
             `"ar"` (plain decoding: blocks of 1), `"linear"` (LinearSS: draft, then verify), `"quadratic"` (TiDAR's layout:
-            a next draft for every place where acceptance may stop) or `"recguide"` (the paper's overlap).
+            a next draft for every place where acceptance may stop), `"recguide"` (the paper's overlap) or `"auto"` (block, verified
+            part and branches by one price, from the load, the drafts and measured costs; takes no other option but `tables`).
         block_size (`int`, defaults to 16):
             Tokens verified a round, the seed included, under the policy `"fixed"`. One of 1, 2, 4, 8, 16, 32, 64.
         policy (`str` or `BlockPolicy`, defaults to `"fixed"`):
@@ -68,6 +69,10 @@ class RecGuideConfig:
                 raise ConfigError(f"{name} must be a number from 0 to 1; got {value!r}.")
         for name in ("continuation", "reuse", "exclude_eos_replacement"):
             _choice(name, getattr(self, name), (True, False))
+        if self.strategy == "auto":
+            free = ("strategy", "tables")
+            if fixed := [f.name for f in fields(self) if f.name not in free and getattr(self, f.name) != f.default]:
+                raise ConfigError(f"strategy='auto' decides by itself; it takes no {', '.join(fixed)}, only tables.")
         if self.draft_threshold > 0 and self.strategy != "linear":
             raise ConfigError(
                 f"draft_threshold={self.draft_threshold} goes with strategy='linear' only; got strategy={self.strategy!r}. "

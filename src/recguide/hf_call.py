@@ -22,9 +22,11 @@ from .hf_refusals import refuse_config, refuse_model_inputs
 from .hooks import Hook
 from .loop import generate, method_of
 from .metrics import DecodeMetrics, looping_tokens
-from .policy import Policies
+from .policy import Policies, PolicyShelf
 from .rounds import Request
 from .sampling import Sampling, row_seed
+
+_SHELF = PolicyShelf()
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Extras:
     output_records: bool = False
     streamer: Any = None
     policies: Policies | None = None
-    """An engine's, shared by its requests."""
+    """An engine's, shared by its requests; a call of its own takes those that the last one has left."""
 
     def __post_init__(self) -> None:
         if self.seed is not None and self.generator is not None:
@@ -87,6 +89,7 @@ class Call:
         seeds (`tuple[int]`, *optional*): each row's, where tokens are sampled.
         cache, kv, padding: the user's cache, what it holds as ours, and each row's left padding.
         keep (`bool`): `return_dict_in_generate`.
+        policies (`Policies`): that its requests share.
     """
 
     batch: list[Request]
@@ -99,6 +102,7 @@ class Call:
     kv: DenseKV | None
     padding: list[int]
     keep: bool
+    policies: Policies
 
 
 def prepare(
@@ -139,7 +143,8 @@ def prepare(
     before, after = extras.processors(width)
     processors = LogitsProcessorList([*before, *logits_processor, *after])
     blind = tuple(p for p in processors if not looks_at_prefix(p))
-    method = method_of(config, eos, adapter, extras.policies)
+    policies = extras.policies or _SHELF.take(model)
+    method = method_of(config, eos, adapter, policies)
     copies = generation_config.num_return_sequences or 1
     seeds = extras.seeds(len(prompts)) if generation_config.do_sample else None
     batch = []
@@ -179,6 +184,7 @@ def prepare(
         kv=kv_of(cache, padding) if cached else None,
         padding=padding,
         keep=keep,
+        policies=policies,
     )
 
 
@@ -188,6 +194,7 @@ def decode(call: Call) -> Any:
     metrics, records = DecodeMetrics(), RecordKeeper([[] for _ in call.batch])
     hooks = (*extras.hooks, *([metrics] if keep else []), *([records] if keep and extras.output_records else []))
     result = generate(call.batch, call.adapter, hooks, call.kv, after_round=call.columns.release)
+    _SHELF.put_back(call.adapter.model, call.policies)
     if extras.streamer is not None:
         extras.streamer.end()
     sequences = call.columns.sequences()

@@ -14,7 +14,7 @@ from .config import RecGuideConfig
 from .dense_kv import DenseKV
 from .errors import InputError, UnsupportedError
 from .hooks import Hook, Hooks
-from .policy import FixedBlock, Policies, Tables
+from .policy import Auto, AutoBranches, FixedBlock, Policies, Tables
 from .rounds import Method, Request, plan_blocks, prefill, run_round
 from .structs import FinishRecord
 
@@ -49,18 +49,20 @@ def method_of(
         UnsupportedError, CheckpointError: the model cannot draft in this way.
         CalibrationError: the policy needs tables, and there are none for this setup.
     """
-    branching = branching_rule(config, eos)
     if config.strategy == "ar":
-        return Method(FixedBlock(1), branching, candidates=1)
-    first_too = config.strategy == "quadratic" or (config.strategy == "recguide" and config.continuation)
+        return Method(FixedBlock(1), branching_rule(config, eos), candidates=1)
+    first_too = config.strategy in ("quadratic", "auto") or (config.strategy == "recguide" and config.continuation)
     if adapter.drafter.shifted and first_too:
         raise UnsupportedError(
             "This family's draft logits are shifted: it cannot predict the first token of a block, as a continuation or the "
-            "quadratic layout must. Use strategy='linear', or 'recguide' with continuation=False."
+            "quadratic layout or auto must. Use strategy='linear', or 'recguide' with continuation=False."
         )
+    policy = (policies or Policies()).of(config, lambda: read_tables(adapter, config))
+    if isinstance(policy, Auto):
+        return Method(policy, AutoBranches(policy, eos), candidates=3)
     return Method(
-        policy=(policies or Policies()).of(config, lambda: read_tables(adapter, config.tables)),
-        branching=branching,
+        policy=policy,
+        branching=branching_rule(config, eos),
         draft_threshold=config.draft_threshold,
         candidates=2 + (len(eos) if config.exclude_eos_replacement else 0),
     )
@@ -74,10 +76,17 @@ def tables_directory(adapter: ModelAdapter, chosen: str | None) -> Path:
     return (beside if beside.is_dir() else Path()) / "recguide_tables"
 
 
-def read_tables(adapter: ModelAdapter, chosen: str | None) -> Tables:
-    """The tables for an adapter's setup; raises [`CalibrationError`] if one is missing or of another setup."""
-    directory = tables_directory(adapter, chosen)
-    return ProgressTable.load(directory, adapter.fingerprint), CostProfile.load(directory, adapter.fingerprint)
+def read_tables(adapter: ModelAdapter, config: RecGuideConfig) -> Tables:
+    """
+    The tables for an adapter's setup.
+
+    Raises:
+        CalibrationError: one is of another setup, or missing. `auto` can do without, unless a directory was named.
+    """
+    directory = tables_directory(adapter, config.tables)
+    may_lack = config.strategy == "auto" and config.tables is None
+    progress = ProgressTable.load(directory, adapter.fingerprint, may_lack)
+    return progress, CostProfile.load(directory, adapter.fingerprint, may_lack)
 
 
 def generate(

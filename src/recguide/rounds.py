@@ -157,16 +157,15 @@ def run_round(batch: Sequence[Request], adapter: ModelAdapter, kv: KVCache, hook
     undrafted = [row for row in live if batch[row].block_size > 1 and not drafts[row].guesses]
     drafts |= draft_blocks(batch, undrafted, adapter, kv, hooks)
 
-    choices = {row: batch[row].method.branching.choose(drafts[row], batch[row].remaining) for row in live}
+    choices = {row: _choice(batch[row], drafts[row]) for row in live}
+    drafts = {row: drafts[row].cut(choices[row].verified or batch[row].block_size) for row in live}
     rows = [
         _verify_segments(request, drafts[row], choices[row], adapter) if row in choices else []
         for row, request in enumerate(batch)
     ]
     plan, predictions = adapter.forward(rows, kv, _candidates(batch, live), _samplings(batch))
-    fused = any(choice.branches for choice in choices.values())
-    hooks.on_verify(
-        _forward_record("fused" if fused else "verify", [batch[r] for r in live], plan.query_tokens, predictions)
-    )
+    kind = "fused" if any(choice.branches for choice in choices.values()) else "verify"
+    _tell(kind, [batch[row] for row in live], plan.query_tokens, predictions, hooks.on_verify)
 
     for row in live:
         record = _accept(batch[row], drafts[row], choices[row], plan.outputs[row], plan.tokens_of(row), predictions)
@@ -191,7 +190,7 @@ def draft_blocks(
             known = [settled[row][i].token if i in settled[row] else None for i in range(1, sizes[row])]
             segments[row] = [adapter.block([batch[row].tokens[-1], *known], len(batch[row].tokens) - 1)]
         plan, predictions = adapter.forward(segments, kv, _candidates(batch, rows), _samplings(batch))
-        hooks.on_draft(_forward_record("draft", [batch[r] for r in rows], plan.query_tokens, predictions))
+        _tell("draft", [batch[row] for row in rows], plan.query_tokens, predictions, hooks.on_draft)
         for row in rows:
             guesses = _guesses(predictions, *plan.outputs[row][0])
             unsettled = [i for i in range(1, sizes[row]) if i not in settled[row]]
@@ -203,6 +202,10 @@ def draft_blocks(
         row: Draft(tuple(guess for _, guess in sorted(by_position.items())), DraftSource.FORWARD)
         for row, by_position in settled.items()
     }
+
+
+def _choice(request: Request, draft: Draft) -> BranchChoice:
+    return request.method.branching.choose(request.id, draft, request.remaining)
 
 
 def _verify_segments(request: Request, draft: Draft, choice: BranchChoice, adapter: ModelAdapter) -> list[Segment]:
@@ -282,4 +285,19 @@ def _samplings(batch: Sequence[Request]) -> list[Sampling | None]:
 def _forward_record(
     kind: str, requests: Sequence[Request], query_tokens: int, predictions: Predictions
 ) -> ForwardRecord:
-    return ForwardRecord(kind, tuple(request.id for request in requests), query_tokens, predictions.seconds)
+    ids = tuple(request.id for request in requests)
+    return ForwardRecord(kind, ids, query_tokens, predictions.seconds, predictions.elapsed)
+
+
+def _tell(
+    kind: str,
+    requests: Sequence[Request],
+    query_tokens: int,
+    predictions: Predictions,
+    hook: Callable[[ForwardRecord], None],
+) -> None:
+    """A forward of a round, to the policies that learn from it and to a hook."""
+    record = _forward_record(kind, requests, query_tokens, predictions)
+    for policy in {id(request.method.policy): request.method.policy for request in requests}.values():
+        policy.observe_forward(record)
+    hook(record)

@@ -40,6 +40,7 @@ class Outcome(StrEnum):
     """Rejected after the last correction branch's position."""
     CORRECTION_1_HIT = "correction_1_hit"
     CORRECTION_2_HIT = "correction_2_hit"
+    """The second, or a later one where more are built."""
     CORRECTION_1_WRONG_TOKEN = "correction_1_wrong_token"
     """Rejected at the first branch's position, but the verifier's token is another than the replacement."""
     CORRECTION_2_WRONG_TOKEN = "correction_2_wrong_token"
@@ -114,6 +115,8 @@ class BranchChoice:
 
     branches: tuple[Branch, ...] = ()
     risky: tuple[int, ...] = ()
+    verified: int | None = None
+    """Tokens of the block that are worth verifying, the seed included; None: all."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,8 @@ class ForwardRecord:
     query_tokens: int
     seconds: float
     """Host clock around the model's forward alone (on a GPU: around its launch). Plans, masks and statistics are outside."""
+    elapsed: float = 0.0
+    """Host clock from the plan to the predictions on the host."""
 
 
 @dataclass(frozen=True)

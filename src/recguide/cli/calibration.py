@@ -36,7 +36,7 @@ Tables = Annotated[
 def profile(
     model: Annotated[str, typer.Option("--model", help=f"{TINY} (embedded), a directory, or a hub name.")] = TINY,
     loads: Annotated[str, typer.Option(help="Requests in a round, with commas.")] = "1,2,4,8,16,32",
-    block_size: Annotated[str, typer.Option(help="Block sizes, with commas; 1 is plain decoding.")] = "1,8,16,32",
+    block_size: Annotated[str, typer.Option(help="Block sizes, with commas; 1 is plain decoding.")] = "1,8,16,32,64",
     context: Annotated[str, typer.Option(help="Cached tokens of each request, with commas.")] = "64,256",
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds of each kind; the median is kept.")] = 7,
     tables: Tables = None,
@@ -89,11 +89,14 @@ def calibrate(
         if threads:
             torch.set_num_threads(threads)
         adapter = ModelAdapter(loaded, resolve_backend())
-        recorded = [
-            record_rounds(loaded, chat_ids(tokenizer, text), max_new_tokens)
-            for text in track(texts, "calibrate", console=Console(stderr=True))
-        ]
-        table = fit_progress(recorded, adapter.fingerprint, entropy_cap, environment(model, loaded))
+        recorded, overlapped = [], []
+        for number, text in enumerate(track(texts, "calibrate", console=Console(stderr=True))):
+            ids = chat_ids(tokenizer, text).to(loaded.device)
+            recorded.append(record_rounds(loaded, ids, max_new_tokens, "linear", 32))
+            if number % 3 == 0:
+                overlapped.append(record_rounds(loaded, ids, max_new_tokens, "recguide", 16))
+        measured_on = environment(model, loaded)
+        table = fit_progress(recorded, adapter.fingerprint, entropy_cap, measured_on, overlapped=overlapped)
         path = table.save(tables_directory(adapter, str(tables) if tables else None))
         out.print(_quality(table))
         out.print(f"Written to {path}.", markup=False, soft_wrap=True)
@@ -107,17 +110,18 @@ class _Rounds(Hook):
         self.records.append(record)
 
 
-def record_rounds(model: Any, ids: torch.Tensor, max_new_tokens: int) -> list[RoundRecord]:
-    """One prompt's rounds of LinearSS with blocks of 32, greedily; `ids`: `int64[1, T]`."""
+def record_rounds(
+    model: Any, ids: torch.Tensor, max_new_tokens: int, strategy: str, block_size: int
+) -> list[RoundRecord]:
+    """One prompt's rounds, decoded greedily; `ids`: `int64[1, T]` on the model's device."""
     rounds = _Rounds()
-    ids = ids.to(model.device)
     model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens,
         do_sample=False,
-        generation_strategy="linear",
-        recguide_config={"block_size": 32},
+        generation_strategy=strategy,
+        recguide_config={"block_size": block_size},
         recguide_hooks=[rounds],
     )
     return rounds.records

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -19,18 +20,20 @@ from ..config import POLICIES as NAMED_POLICIES
 from ..config import RecGuideConfig
 from ..engine import Engine, EngineConfig, RequestHandle, RequestResult
 from ..errors import ConfigError, LosslessError, MissingDependencyError
+from ..hooks import Hook, Hooks
 from ..load_metrics import LoadMetrics
 from ..loop import read_tables
 from ..metrics import DecodeMetrics
 from ..policy import Oracle
+from ..structs import FinishRecord
 from .benchmark import OURS, OUTSIDE, decode_figures, difference, label_of
 from .calibration import record_rounds
 
 POLICIES = (*NAMED_POLICIES, "oracle")
 PARTS = 3
 """Contenders take turns in so many parts at each load, so that a noisy stretch of time hits all alike."""
-WARM_UP = 4
-"""Requests before a contender's first part, in an engine of their own, that no figure counts."""
+WARM_UP = 2
+"""Requests before each part, in its engine, that no figure counts: an engine makes its KV memory with its first forward."""
 
 Prompt = tuple[int, ...]
 
@@ -173,13 +176,22 @@ class LoadTest:
             ]
             for part in range(PARTS):
                 taken = requests[part * len(requests) // PARTS : (part + 1) * len(requests) // PARTS]
-                turn = part * len(runs) // PARTS
+                # Whoever comes first may find cold caches: the order turns from part to part, and the last part has the given one.
+                turn = (part + 1) * len(runs) // PARTS
                 for run in runs[turn:] + runs[:turn]:
-                    if part == 0:
-                        arena.serve(LoadRun(run.contender, load), taken[: min(load, WARM_UP)], lambda: None)
                     arena.serve(run, taken, advance)
                     if part == PARTS - 1:
                         yield run
+
+
+class _Ends(Hook):
+    """Counts ends. A handle's result may be there before the hooks have heard of it."""
+
+    def __init__(self) -> None:
+        self.count = threading.Semaphore(0)
+
+    def on_finish(self, record: FinishRecord) -> None:
+        self.count.release()
 
 
 class _Arena:
@@ -193,7 +205,8 @@ class _Arena:
         self._costs: CostProfile | None = None
         if policies & {"verification_guided", "oracle"}:
             # Read now, so that a missing table does not end the benchmark half way.
-            self._costs = read_tables(ModelAdapter(model, resolve_backend()), None)[1]
+            guided = RecGuideConfig(policy="verification_guided")
+            self._costs = read_tables(ModelAdapter(model, resolve_backend()), guided)[1]
         for prompt in dict.fromkeys(prompts):
             self._outputs[prompt] = self._alone(prompt)
             advance()
@@ -216,13 +229,20 @@ class _Arena:
 
     def serve(self, run: LoadRun, requests: Sequence[Prompt], advance: Callable[[], None]) -> None:
         """Serve requests in an engine of their own, the next one submitted when one ends, and note in `run` what it took."""
-        decode, load = DecodeMetrics(), LoadMetrics(run.concurrency)
-        options = self._options(run.contender, requests)
+        decode, load, warmed = DecodeMetrics(), LoadMetrics(run.concurrency), _Ends()
+        observers = Hooks([warmed])
+        warm_up = requests[: min(run.concurrency, WARM_UP)]
+        options = self._options(run.contender, [*warm_up, *requests])
         handles: list[RequestHandle] = []
         under_way: dict[int, RequestHandle] = {}
         config = EngineConfig(max_requests=run.concurrency, scheduler=run.contender.scheduler)
-        with Engine(self._model, config, [decode, load]) as engine:
-            for number, prompt in enumerate(requests):
+        with Engine(self._model, config, [observers]) as engine:
+            for prompt in warm_up:
+                engine.add_request(prompt, **options)
+            for _ in warm_up:
+                warmed.count.acquire()
+            observers.hooks = (decode, load)
+            for number, prompt in enumerate(requests, start=len(warm_up)):
                 if len(under_way) == run.concurrency:
                     del under_way[next(engine.as_completed(under_way.values())).request_id]
                     advance()

@@ -402,23 +402,16 @@ def _summary(runs: list[dict[str, Any]], accuracy: bool) -> Table:
 
 
 def _load_summary(runs: list[dict[str, Any]]) -> Table:
-    table = Table(title="closed loop: whenever a request ends, the next one starts", box=None, padding=(0, 1, 0, 0))
-    columns = [
-        "load",
-        "contender",
-        "tok/s",
-        "each",
-        "TTFT p50",
-        "p95 (ms)",
-        "TPOT p50 (ms)",
-        "together",
-        "longest wait",
-    ]
-    for name in (*columns, "blocks", "equal"):
-        table.add_column(name, justify="left" if name in ("contender", "blocks") else "right")
-    for before, r in zip([None, *runs], runs, strict=False):
-        if before is not None and before["concurrency"] != r["concurrency"]:
-            table.add_section()
+    table = Table(
+        title="TTFT (median, p95) and TPOT (median) in ms; the longest wait in rounds", box=None, padding=(0, 1, 0, 0)
+    )
+    columns = ["load", "contender", "tok/s", "each", "TTFT", "p95", "TPOT", "occupancy", "wait", "blocks", "equal"]
+    for name in columns:
+        is_text = name in ("contender", "blocks")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name == "contender")
+    for before, r in zip([runs[0], *runs], runs, strict=False):
+        if before["concurrency"] != r["concurrency"]:
+            table.add_row()
         table.add_row(
             str(r["concurrency"]),
             r["contender"],

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from ..calibration import CostProfile, ProgressTable
 from ..config import RecGuideConfig
+from .auto import Auto, AutoBranches
 from .base import AIMD, BlockPolicy, ConcurrencyTable, FixedBlock
 from .oracle import Oracle
 from .price import Price, Prices, solve_price
@@ -14,25 +17,28 @@ from .verification_guided import VerificationGuided
 
 __all__ = [
     "AIMD",
+    "Auto",
+    "AutoBranches",
     "BlockPolicy",
     "ConcurrencyTable",
     "FixedBlock",
     "Oracle",
     "Policies",
+    "PolicyShelf",
     "Price",
     "Prices",
     "VerificationGuided",
     "solve_price",
 ]
 
-Tables = tuple[ProgressTable, CostProfile]
+Tables = tuple[ProgressTable | None, CostProfile | None]
 
 
 class Policies:
     """The policies in use. Each is made once, so that requests with the same options share what it learns."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, int, str | None], BlockPolicy] = {}
+        self._made: dict[tuple[str, Any, int, str | None], BlockPolicy] = {}
         self._lock = threading.Lock()
 
     def of(self, config: RecGuideConfig, tables: Callable[[], Tables]) -> BlockPolicy:
@@ -40,26 +46,52 @@ class Policies:
         The policy that a config asks for, by name or as an object.
 
         Args:
-            config (`RecGuideConfig`): `policy`, `block_size`, `tables`.
+            config (`RecGuideConfig`): `strategy`, `policy`, `block_size`, `tables`.
             tables (callable): reads the tables; called only for a policy that needs them, for the first time.
         """
         if not isinstance(config.policy, str):
             own: BlockPolicy = config.policy
             return own
-        key = (config.policy, config.block_size, config.tables)
+        key = (config.strategy, config.policy, config.block_size, config.tables)
         with self._lock:
             if key not in self._made:
                 self._made[key] = _make(config, tables)
             return self._made[key]
 
 
+class PolicyShelf:
+    """
+    Policies between the calls of `generate`, so that what they have learned of a model is kept.
+
+    A call takes them from the shelf, and puts them back when it is done; one that runs beside it gets others.
+    """
+
+    def __init__(self) -> None:
+        self._idle: WeakKeyDictionary[Any, list[Policies]] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def take(self, model: Any) -> Policies:
+        with self._lock:
+            idle = self._idle.setdefault(model, [])
+            return idle.pop() if idle else Policies()
+
+    def put_back(self, model: Any, policies: Policies) -> None:
+        with self._lock:
+            self._idle.setdefault(model, []).append(policies)
+
+
 def _make(config: RecGuideConfig, tables: Callable[[], Tables]) -> BlockPolicy:
+    if config.strategy == "auto":
+        return Auto(*tables())
     match config.policy:
         case "concurrency_table":
             return ConcurrencyTable()
         case "aimd":
             return AIMD()
         case "verification_guided":
-            return VerificationGuided(*tables())
+            progress, costs = tables()
+            assert progress is not None
+            assert costs is not None
+            return VerificationGuided(progress, costs)
         case _:
             return FixedBlock(config.block_size)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from ..structs import RoundRecord
+from ..structs import ForwardRecord, RoundRecord
 
 
-class BlockPolicy(Protocol):
+class BlockPolicy:
     """
     Chooses block sizes from what it has been told of a request's rounds; it never reads the engine.
 
@@ -24,15 +22,19 @@ class BlockPolicy(Protocol):
             request (`int`): its id.
             load (`int`): requests under way.
         """
+        raise NotImplementedError
 
     def observe(self, record: RoundRecord) -> None:
         """Take note of a round."""
+
+    def observe_forward(self, record: ForwardRecord) -> None:
+        """Take note of a draft or verify forward in which requests of this policy took part."""
 
     def forget(self, request: int) -> None:
         """The request has ended, whatever the reason; one that the policy has never seen may end too."""
 
 
-class FixedBlock:
+class FixedBlock(BlockPolicy):
     """The same size always."""
 
     def __init__(self, size: int) -> None:
@@ -41,14 +43,8 @@ class FixedBlock:
     def block_size(self, request: int, load: int) -> int:
         return self.max_block
 
-    def observe(self, record: RoundRecord) -> None:
-        pass
 
-    def forget(self, request: int) -> None:
-        pass
-
-
-class ConcurrencyTable:
+class ConcurrencyTable(BlockPolicy):
     """
     By load alone: 32 up to 4 requests, 16 up to 63, 8 from 64 on.
 
@@ -61,14 +57,8 @@ class ConcurrencyTable:
     def block_size(self, request: int, load: int) -> int:
         return 32 if load <= 4 else 16 if load < 64 else 8
 
-    def observe(self, record: RoundRecord) -> None:
-        pass
 
-    def forget(self, request: int) -> None:
-        pass
-
-
-class AIMD:
+class AIMD(BlockPolicy):
     """
     Doubles a request's block when all of it was accepted, halves it when half or less was committed, between 8 and 32.
 

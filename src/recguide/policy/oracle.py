@@ -9,11 +9,12 @@ from itertools import accumulate
 from ..calibration import CostProfile
 from ..errors import InputError
 from ..structs import RoundRecord
+from .base import BlockPolicy
 from .price import Price, Prices
 from .verification_guided import BLOCK_SIZES
 
 
-class Oracle:
+class Oracle(BlockPolicy):
     """
     Knows how much of each block will be accepted: it replays recorded rounds of the largest block.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..calibration import ALL, CostProfile, ProgressTable
 from ..structs import RoundRecord
-from .base import ConcurrencyTable
+from .base import BlockPolicy, ConcurrencyTable
 from .price import Price, Prices, solve_price
 
 BLOCK_SIZES = (8, 16, 32)
@@ -24,7 +24,7 @@ class _History:
     load: int = 1
 
 
-class VerificationGuided:
+class VerificationGuided(BlockPolicy):
     """
     Takes the block of the largest `V_B(s, z) - price * T_C(B)` (arXiv 2609.34388, equations 2 and 3).
 

@@ -1,0 +1,243 @@
+"""One rule for every load: whatever a round may do is priced in the same currency.
+
+A committed token is worth 1. A millisecond costs the rate at which tokens are being committed anyway ([`Price`]), since that is
+what it would bring elsewhere. How much of a block is verified, which branches ride along and how long they are: each is taken as
+far as it is expected to bring more than it costs. Spare compute at low load lets branches ride along; a busy machine shortens them,
+down to plain decoding; no threshold lies between.
+
+There are no draft forwards. A request without a draft verifies its seed alone, which commits a token, and a continuation branch
+drafts beside it what may follow. Where that branch's first prediction is the committed token the draft is as good as one made
+in a forward of its own; where it is not, a forward was spent and not two. And in a batch nobody waits for a draft forward of others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Set
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..calibration import ALL, CostProfile, DraftOdds, ProgressTable
+from ..structs import Branch, BranchChoice, BranchKind, Draft, ForwardRecord, Outcome, RoundRecord
+from .base import BlockPolicy
+from .forward_times import TOKENS, ForwardTimes
+from .price import Price
+
+BLOCK_SIZES = (8, 16, 32)
+PRIOR_COMMITTED = {8: 4.5, 16: 6.5, 32: 7.5}
+"""Expected tokens without a calibration: in the range of Table 2 of arXiv 2609.34388, on the careful side."""
+PRIOR_FIRST = 0.85
+"""Odds, to begin with, that a draft's first token is right."""
+EXPLORE = 100
+"""One draft in so many has the length that has been tried least, so that none is given up on early figures."""
+LEARNING = 0.02
+MOST_BRANCHES = 4
+
+
+@dataclass
+class _History:
+    """What is remembered of one request."""
+
+    uncertainties: deque[float] = field(default_factory=lambda: deque(maxlen=2))
+    last_block: int = 0
+    was_full: bool = False
+    drafted: int = 0
+    """Length of the block that a branch has prepared for the next round; 0: none."""
+
+
+@dataclass
+class _Lesson:
+    """What blocks of one length have come to, as slow averages."""
+
+    ratio: float = 1.0
+    """Committed over expected."""
+    verified: float | None = None
+    tried: int = 0
+
+
+class Auto(BlockPolicy):
+    """
+    Decides everything about a request's rounds; see the module.
+
+    Args:
+        progress (`ProgressTable`, *optional*): what blocks are expected to commit, and what drafts say of their verification.
+        profile (`CostProfile`, *optional*): what forwards cost. Without tables it starts from priors, and learns while it serves.
+    """
+
+    max_block = max(BLOCK_SIZES)
+
+    def __init__(self, progress: ProgressTable | None = None, profile: CostProfile | None = None) -> None:
+        self._progress = progress
+        self._odds = progress.odds if progress else DraftOdds()
+        self._times = ForwardTimes(profile)
+        self._histories: dict[int, _History] = {}
+        self._lessons = {size: _Lesson() for size in BLOCK_SIZES}
+        self._first, self._continuation = PRIOR_FIRST, self._odds.continuation
+        self._later = 0.0
+        """What branches beside a verification gain, as a slow average."""
+        self._prices: dict[int, Price] = {}
+        self._load, self._seeds, self._forward_ms = 1, 0, 0.0
+
+    def block_size(self, request: int, load: int) -> int:
+        self._load = load
+        history = self._histories.setdefault(request, _History())
+        return self.max_block if history.drafted else 1
+
+    def choose(self, request: int, draft: Draft, remaining: int, eos: Set[int]) -> BranchChoice:
+        """How much of a draft is verified, and what rides along; see [`~branching.BranchingRule`]."""
+        if not draft.guesses:
+            return self._bootstrap(request, remaining)
+        price, ms = self._price.value, self._times.curve("verify", self._load)
+        survival, verified = [1.0], 1
+        for i, guess in enumerate(draft.guesses, start=1):
+            survival.append(survival[-1] * self._odds.acceptance(guess.probability, i))
+        # One token more of the draft is worth verifying if the odds that all up to it are accepted pay for its time.
+        while verified <= len(draft.guesses) and survival[verified] > price * (ms[verified + 1] - ms[verified]):
+            verified += 1
+        supposed = self._suppositions(draft, verified, survival, eos)
+        saved = self._saved(self._expected(request))
+        branches: list[Branch] = []
+        tokens, gained = verified, 0.0
+        for odds, kind, depth, replacement in sorted(supposed, key=lambda one: -one[0])[:MOST_BRANCHES]:
+            size, gain = self._best_branch(odds, tokens, remaining - depth, saved)
+            if gain <= 0:
+                break
+            branches.append(Branch(kind, depth, size, replacement))
+            tokens, gained = tokens + size, gained + gain
+        self._later += LEARNING * (gained - self._later)
+        return BranchChoice(tuple(sorted(branches, key=lambda branch: branch.depth)), verified=verified)
+
+    # --- prices ---
+
+    @property
+    def _price(self) -> Price:
+        """At the present load; loads within a factor of two have one together, so that one that wavers has one price."""
+        key = self._load.bit_length()
+        if key not in self._prices:
+            ms = self._times.curve("verify", self._load)
+            # A draft and its verification: two forwards. Or plain decoding.
+            cycles = [(1.0, ms[1])]
+            cycles += [(1 + self._mean[s], ms[1 + s] + ms[s]) for s in BLOCK_SIZES]
+            tokens, spent = max(cycles, key=lambda cycle: cycle[0] / cycle[1])
+            self._prices[key] = Price(tokens / spent, spent)
+        return self._prices[key]
+
+    @cached_property
+    def _mean(self) -> dict[int, float]:
+        if self._progress is None:
+            return PRIOR_COMMITTED
+        rounds = self._progress.strata[ALL]
+        total = sum(rounds.counts)
+        return {
+            size: sum(n * row[size] for n, row in zip(rounds.counts, rounds.expected, strict=True)) / total
+            for size in BLOCK_SIZES
+        }
+
+    def _expected(self, request: int) -> dict[int, float]:
+        """Tokens that a block of each length may commit, as the request's last rounds foretell."""
+        history = self._histories.setdefault(request, _History())
+        table = self._mean
+        if self._progress is not None and history.uncertainties:
+            certainty = -sum(history.uncertainties) / len(history.uncertainties)
+            row = self._progress.expected(certainty, history.last_block, history.was_full)
+            table = {size: row[size] for size in BLOCK_SIZES}
+        return {size: tokens * self._lessons[size].ratio for size, tokens in table.items()}
+
+    def _saved(self, expected: dict[int, float]) -> dict[int, float]:
+        """What having a draft of each length is worth, over having none."""
+        price, ms = self._price.value, self._times.curve("verify", self._load)
+        return {
+            size: tokens - price * ms[round(self._lessons[size].verified or min(size, tokens + 4))] + self._later
+            for size, tokens in expected.items()
+        }
+
+    def _best_branch(self, odds: float, tokens: int, remaining: int, saved: dict[int, float]) -> tuple[int, float]:
+        """The length of a branch beside `tokens` others that is expected to gain most, and how much; 0: none gains."""
+        price, ms = self._price.value, self._times.curve("verify", self._load)
+        best, most = 0, 0.0
+        for size in BLOCK_SIZES:
+            length = min(size, remaining)
+            if length < 2 or tokens + length > TOKENS:
+                continue
+            gain = odds * saved[size] * length / size - price * (ms[tokens + length] - ms[tokens])
+            if gain > most:
+                best, most = length, gain
+        return best, most
+
+    # --- what may come next ---
+
+    def _bootstrap(self, request: int, remaining: int) -> BranchChoice:
+        """A request without a draft: its seed, and beside it a draft of what follows, if that pays."""
+        size, _ = self._best_branch(self._first, 1, remaining - 1, self._saved(self._expected(request)))
+        self._seeds += 1
+        if self._seeds % EXPLORE == 0:
+            size = min(BLOCK_SIZES, key=lambda one: self._lessons[one].tried)
+        size = min(size, remaining - 1)
+        return BranchChoice((Branch(BranchKind.CONTINUATION, 1, size),) if size > 1 else ())
+
+    def _suppositions(
+        self, draft: Draft, verified: int, survival: list[float], eos: Set[int]
+    ) -> list[tuple[float, BranchKind, int, int | None]]:
+        """Ways the verification may end: odds, kind of branch, depth, replacement. Nothing follows an end of the text."""
+        found: list[tuple[float, BranchKind, int, int | None]] = []
+        for depth, guess in enumerate(draft.guesses[: verified - 1], start=1):
+            rejected = survival[depth - 1] - survival[depth]
+            for rank, token in enumerate(guess.alternatives[:2]):
+                if token not in eos:
+                    odds = rejected * self._odds.replacement(rank, guess.probability, guess.second_probability)
+                    found.append((odds, BranchKind.CORRECTION, depth, token))
+            if guess.token in eos:
+                return found
+        if verified > len(draft.guesses):
+            found.append((survival[-1] * self._continuation, BranchKind.CONTINUATION, verified, None))
+        elif (token := draft.guesses[verified - 1].token) not in eos:
+            # Cut short, the draft itself says what should come next.
+            found.append((survival[verified], BranchKind.CORRECTION, verified, token))
+        return found
+
+    # --- what is learned ---
+
+    def observe_forward(self, record: ForwardRecord) -> None:
+        self._forward_ms = self._times.observe(record)
+
+    def observe(self, record: RoundRecord) -> None:
+        history = self._histories.setdefault(record.request, _History())
+        committed = len(record.committed)
+        self._price.observe(committed, self._forward_ms)
+        if history.drafted in self._lessons and record.outcome is not Outcome.STOPPED:
+            lesson = self._lessons[history.drafted]
+            expected = self._expected(record.request)[history.drafted] / lesson.ratio
+            lesson.ratio += LEARNING * (committed / expected - lesson.ratio)
+            before = record.block_size if lesson.verified is None else lesson.verified
+            lesson.verified = before + LEARNING * (record.block_size - before)
+            lesson.tried += 1
+        last = record.branches[-1] if record.branches else None
+        if last is not None and last.branch.kind is BranchKind.CONTINUATION and committed == record.block_size:
+            right = last.first == record.committed[-1]
+            if record.block_size == 1:
+                self._first += LEARNING * (right - self._first)
+            else:
+                self._continuation += LEARNING * (right - self._continuation)
+        if record.block_size > 1:
+            if record.entropies and self._progress is not None:
+                history.uncertainties.append(self._progress.uncertainty(record.entropies))
+            history.last_block = next(size for size in BLOCK_SIZES if size >= record.block_size)
+            history.was_full = committed == record.block_size
+        history.drafted = 0 if record.hit is None else record.branches[record.hit].branch.block_size
+
+    def forget(self, request: int) -> None:
+        self._histories.pop(request, None)
+
+
+@dataclass(frozen=True)
+class AutoBranches:
+    """The branching rule of one request under [`Auto`]."""
+
+    auto: Auto
+    eos: Set[int]
+
+    def choose(self, request: int, draft: Draft, remaining: int) -> BranchChoice:
+        return self.auto.choose(request, draft, remaining, self.eos)
+
+    def most_tokens(self, block_size: int) -> int:
+        return TOKENS
