@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import mul
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +16,8 @@ from .calibration import ALL, LARGEST_BLOCK, DraftOdds, Fingerprint, ProgressTab
 from .errors import CalibrationError, MissingDependencyError
 from .structs import Outcome, RoundRecord
 
+T = TypeVar("T")
+
 BLOCK_SIZES = (8, 16, 32)
 MOST_BINS = 24
 LEAST_ROUNDS = 40
@@ -21,10 +25,11 @@ LEAST_ROUNDS = 40
 
 POSITIONS = (1, 2, 3, 5, 9, 17)
 PRIOR_ROUNDS = 20
-"""Weight of all positions together in the rates of one group."""
+"""Weight of what is known already: of all positions together in the rates of one group, of a first table in a refitted one."""
+RELIABILITY_BINS = 10
 
-Observation = tuple[str, float, int]
-"""A round as its policy would have met it: stratum, certainty, and the tokens that a block of 32 commits."""
+Observation = tuple[str, float, int, int]
+"""A round as its policy would have met it: stratum, certainty, tokens that it commits, and the block that it did so with."""
 
 
 def fit_progress(
@@ -34,12 +39,14 @@ def fit_progress(
     environment: Mapping[str, Any] | None = None,
     folds: int = 5,
     overlapped: Sequence[Sequence[RoundRecord]] = (),
+    shadowed: Sequence[Sequence[RoundRecord]] = (),
+    met: Sequence[Sequence[RoundRecord]] = (),
 ) -> ProgressTable:
     """
     Fit V_B(s, z), and what a draft says of its verification, from one recording with blocks of 32.
 
     What blocks of 8 and 16 would have committed, and shown, is read off the same rounds cut to their length: a small bias, since their
-    next rounds would have begun elsewhere.
+    drafts would have been others and their next rounds would have begun elsewhere. `shadowed` measures the first, `met` mends the second.
 
     Args:
         prompts (`Sequence[Sequence[RoundRecord]]`): each prompt's rounds in order, of strategy `linear` with blocks of 32.
@@ -48,57 +55,106 @@ def fit_progress(
         environment (`Mapping`, *optional*): goes into the table.
         folds (`int`, defaults to 5): the quality is that of predictions for prompts left out of the fit.
         overlapped (`Sequence[Sequence[RoundRecord]]`): rounds of strategy `recguide`, for the odds of continuations.
+        shadowed (`Sequence[Sequence[RoundRecord]]`):
+            For each prompt, rounds of shorter blocks from where one of its rounds began, for the quality alone.
+        met (`Sequence[Sequence[RoundRecord]]`):
+            Each prompt's rounds under the policy that the table is for. The strata are then refitted to the histories of these rounds; what
+            their blocks were too short to show stays as the first fit has it.
 
     Raises:
         CalibrationError: too few rounds.
         MissingDependencyError: scipy is not installed.
     """
-    by_prompt = [list(_observations(rounds, entropy_cap)) for rounds in prompts]
+    by_prompt = [list(_cut(rounds, entropy_cap)) for rounds in prompts]
+    met_by_prompt = [list(_met(rounds, entropy_cap)) for rounds in met]
+    decisions = [_decisions(rounds) for rounds in prompts]
     strata = _fit(by_prompt)
-    predicted, actual = [], []
+    odds = _fit_odds(decisions, [r.outcome for rounds in overlapped for r in rounds])
+
+    predicted, actual, before, after, committed = [], [], [], [], []
+    survivals: list[tuple[NDArray[np.float64], NDArray[np.bool_]]] = []
     for fold in range(folds):
-        kept = [seen for i, seen in enumerate(by_prompt) if i % folds != fold]
-        left_out = [seen for i, seen in enumerate(by_prompt) if i % folds == fold]
-        of_kept = _fit(kept)
-        for name, certainty, committed in (o for seen in left_out for o in seen):
-            stratum = of_kept.get(name, of_kept[ALL])
-            row = stratum.expected[stratum.bin_of(certainty)]
+        first = _fit(_kept(by_prompt, fold, folds))
+        for name, certainty, tokens, _ in (o for seen in by_prompt[fold::folds] for o in seen):
+            row = _expected(first, name, certainty)
             predicted.append([row[size] for size in BLOCK_SIZES])
-            actual.append([min(committed, size) for size in BLOCK_SIZES])
-    odds = _fit_odds([record for rounds in prompts for record in rounds], [r for rounds in overlapped for r in rounds])
-    quality = _quality(np.array(predicted), np.array(actual))
+            actual.append([min(tokens, size) for size in BLOCK_SIZES])
+        refitted = _fit(_kept(met_by_prompt, fold, folds), first)
+        for name, certainty, tokens, block in (o for seen in met_by_prompt[fold::folds] for o in seen):
+            before.append(_expected(first, name, certainty)[block])
+            after.append(_expected(refitted, name, certainty)[block])
+            committed.append(tokens)
+        odds_of_kept = _fit_odds(_kept(decisions, fold, folds))
+        survivals += [_survival(odds_of_kept, rounds) for rounds in prompts[fold::folds]]
+
+    quality: dict[str, Any] = {"rounds": len(actual)}
+    for size, ours, truth in zip(BLOCK_SIZES, np.array(predicted).T, np.array(actual).T, strict=True):
+        quality[str(size)] = _errors(ours, truth)
+    quality["acceptance"] = _reliability(*(np.concatenate(column) for column in zip(*survivals, strict=True)))
+    if shadowed:
+        quality["shadow"] = _truncation(prompts, shadowed)
+    if met:
+        strata = _fit(met_by_prompt, strata)
+        quality["on_policy"] = {"rounds": len(committed)} | {
+            name: _errors(np.array(ours), np.array(committed)) for name, ours in (("before", before), ("after", after))
+        }
     return ProgressTable(fingerprint, strata, entropy_cap, odds, quality, environment or {})
 
 
-def _observations(rounds: Sequence[RoundRecord], entropy_cap: int | None) -> Iterator[Observation]:
+def _kept(by_prompt: Sequence[T], fold: int, folds: int) -> list[T]:
+    return [one for i, one in enumerate(by_prompt) if i % folds != fold]
+
+
+# --- what a block commits ---
+
+
+def _cut(rounds: Sequence[RoundRecord], entropy_cap: int | None) -> Iterator[Observation]:
     """Every round with a past, as a policy that had asked for 8, for 16 and for 32 before it would have met it."""
     for i, (before, record) in enumerate(pairwise(rounds)):
         # An end, or too little left to write, says nothing of what would have been committed.
         if record.outcome is Outcome.STOPPED or record.block_size != LARGEST_BLOCK:
             continue
         for size in BLOCK_SIZES:
-            past = [r.entropies[:size][:entropy_cap] for r in rounds[max(i - 1, 0) : i + 1]]
-            certainty = -sum(sum(entropies) / len(entropies) for entropies in past) / len(past)
-            was_full = len(before.committed) >= size
-            yield stratum_of(size, was_full), certainty, len(record.committed)
+            certainty = _certainty([r.entropies[:size][:entropy_cap] for r in rounds[max(i - 1, 0) : i + 1]])
+            yield stratum_of(size, len(before.committed) >= size), certainty, len(record.committed), LARGEST_BLOCK
 
 
-def _fit(by_prompt: Sequence[Sequence[Observation]]) -> dict[str, Stratum]:
-    seen: dict[str, list[tuple[float, int]]] = defaultdict(list)
+def _met(rounds: Sequence[RoundRecord], entropy_cap: int | None) -> Iterator[Observation]:
+    """Every round with a past, as the policy that chose its block has met it."""
+    for i, (before, record) in enumerate(pairwise(rounds)):
+        if record.outcome is Outcome.STOPPED or before.block_size not in BLOCK_SIZES:
+            continue
+        certainty = _certainty([r.entropies[:entropy_cap] for r in rounds[max(i - 1, 0) : i + 1]])
+        was_full = len(before.committed) == before.block_size
+        yield stratum_of(before.block_size, was_full), certainty, len(record.committed), record.block_size
+
+
+def _certainty(past: Sequence[Sequence[float]]) -> float:
+    return -sum(sum(entropies) / len(entropies) for entropies in past) / len(past)
+
+
+def _fit(by_prompt: Sequence[Sequence[Observation]], first: Mapping[str, Stratum] | None = None) -> dict[str, Stratum]:
+    """The strata with enough rounds; where there is a `first` table, its own stand in for the others."""
+    seen: dict[str, list[tuple[float, int, int]]] = defaultdict(list)
     for observations in by_prompt:
-        for name, certainty, committed in observations:
-            seen[name].append((certainty, committed))
-            seen[ALL].append((certainty, committed))
-    if len(seen[ALL]) < LEAST_ROUNDS:
+        for name, *observation in observations:
+            seen[name].append(tuple(observation))
+            seen[ALL].append(tuple(observation))
+    if first is None and len(seen[ALL]) < LEAST_ROUNDS:
         raise CalibrationError(
             f"{len(seen[ALL]) // len(BLOCK_SIZES)} rounds with a past are too few to fit a table; expected at least "
             f"{-(-LEAST_ROUNDS // len(BLOCK_SIZES))}. Give more prompts, or longer outputs."
         )
-    return {
-        name: _fit_stratum(np.array(rounds, dtype=float))
+    return dict(first or {}) | {
+        name: _fit_stratum(np.array(rounds, dtype=float), first and first.get(name, first[ALL]))
         for name, rounds in seen.items()
         if len(rounds) >= LEAST_ROUNDS
     }
+
+
+def _expected(strata: Mapping[str, Stratum], name: str, certainty: float) -> list[float]:
+    stratum = strata.get(name, strata[ALL])
+    return stratum.expected[stratum.bin_of(certainty)]
 
 
 def _isotonic(values: NDArray[np.float64], weights: NDArray[Any]) -> NDArray[np.float64]:
@@ -111,15 +167,37 @@ def _isotonic(values: NDArray[np.float64], weights: NDArray[Any]) -> NDArray[np.
     return fitted
 
 
-def _fit_stratum(rounds: NDArray[np.float64]) -> Stratum:
-    """`rounds`: `float64[N, 2]`, certainty and committed tokens."""
-    certainty, committed = rounds.T
+def _fit_stratum(rounds: NDArray[np.float64], first: Stratum | None) -> Stratum:
+    """
+    The odds that k or more tokens are committed, by bins of certainty.
+
+    A block that was accepted whole says "so much at least". So the odds are a product of steps, each from the rounds that could show it (E.
+    Kaplan, P. Meier, Nonparametric estimation from incomplete observations, 1958): of those that committed k - 1 tokens and had a block
+    of k, the share that committed k. That is sound where, in a bin, a block's length has nothing to do with what it commits beyond
+    what the bin knows; a policy chooses it by certainty and the last outcome, which are what makes the bin.
+
+    Args:
+        rounds (`np.ndarray`): `float64[N, 3]`: certainty, committed tokens, block.
+        first (`Stratum`, *optional*): counts as so many rounds ([`PRIOR_ROUNDS`]) in every step; needed where blocks are shorter than 32.
+    """
+    certainty, committed, block = rounds.T
     edges, place, counts = _bins(certainty, MOST_BINS)
-    survival = np.empty((len(counts), LARGEST_BLOCK))
-    for k in range(1, LARGEST_BLOCK + 1):
-        share = np.bincount(place, weights=committed >= k, minlength=len(counts)) / counts
+    weight, steps = 0, np.zeros((len(counts), LARGEST_BLOCK))
+    if first is not None:
+        known = np.array(first.survival)[np.searchsorted(first.edges, certainty, side="right")]
+        mean = np.stack([known[place == one].mean(axis=0) for one in range(len(counts))])
+        weight, steps[:, 1:] = PRIOR_ROUNDS, mean[:, 1:] / np.maximum(mean[:, :-1], 1e-12)
+    odds = np.ones(len(counts))
+    survival = np.ones((len(counts), LARGEST_BLOCK))
+    for k in range(2, LARGEST_BLOCK + 1):
+        shown = (committed >= k - 1) & (block >= k)
+        passed = np.bincount(place, weights=shown & (committed >= k), minlength=len(counts))
+        of = np.bincount(place, weights=shown, minlength=len(counts))
+        # Where none was left there is nothing to pass on.
+        odds = odds * (passed + weight * steps[:, k - 1]) / np.maximum(of + weight, 1)
         # The surer the verifier was, the more may be expected.
-        survival[:, k - 1] = _isotonic(share, counts)
+        looked = np.bincount(place, weights=block >= k, minlength=len(counts)) + weight
+        survival[:, k - 1] = _isotonic(odds, looked)
     survival = np.minimum.accumulate(survival, axis=1)
     return Stratum(tuple(edges.tolist()), tuple(map(tuple, survival.tolist())), tuple(counts.tolist()))
 
@@ -138,25 +216,45 @@ def _bins(feature: NDArray[np.float64], most: int) -> tuple[NDArray[np.float64],
     return edges, place, counts
 
 
-def _fit_odds(rounds: Sequence[RoundRecord], overlapped: Sequence[RoundRecord]) -> DraftOdds:
-    """Rates of acceptance and of replacements over the positions that verification has decided."""
-    decided: list[tuple[int, float, bool]] = []
-    shares: list[tuple[float, bool]] = []
-    thirds: list[bool] = []
+# --- what a draft says ---
+
+
+@dataclass(frozen=True)
+class _Decisions:
+    """
+    What verification has decided of one prompt's drafts.
+
+    Args:
+        accepted (`list[tuple[int, float, bool]]`): block position, the best token's probability, whether it was accepted.
+        replaced (`list[tuple[float, bool, bool]]`): of rejected ones the second token's share, whether the verifier's was it or the third.
+    """
+
+    accepted: list[tuple[int, float, bool]]
+    replaced: list[tuple[float, bool, bool]]
+
+
+def _decisions(rounds: Sequence[RoundRecord]) -> _Decisions:
+    found = _Decisions([], [])
     for record in rounds:
         if record.outcome is Outcome.STOPPED:
             continue
         guesses = record.draft.guesses
-        decided += [(i, guess.probability, True) for i, guess in enumerate(guesses[: record.accepted], start=1)]
+        found.accepted += [(i, guess.probability, True) for i, guess in enumerate(guesses[: record.accepted], start=1)]
         if record.accepted < len(guesses):
             guess, token = guesses[record.accepted], record.committed[-1]
-            decided.append((record.accepted + 1, guess.probability, False))
+            found.accepted.append((record.accepted + 1, guess.probability, False))
             if guess.alternatives and guess.probability < 1:
-                shares.append((guess.second_probability / (1 - guess.probability), token == guess.alternatives[0]))
-                thirds.append(token in guess.alternatives[1:2])
-    if len(shares) < LEAST_ROUNDS:
+                share = guess.second_probability / (1 - guess.probability)
+                found.replaced.append((share, token == guess.alternatives[0], token in guess.alternatives[1:2]))
+    return found
+
+
+def _fit_odds(decisions: Sequence[_Decisions], outcomes: Sequence[Outcome] = ()) -> DraftOdds:
+    """Rates of acceptance and of replacements; `outcomes`: of rounds with branches."""
+    replaced = [one for prompt in decisions for one in prompt.replaced]
+    if len(replaced) < LEAST_ROUNDS:
         return DraftOdds()
-    position, probability, accepted = (np.array(column, dtype=float) for column in zip(*decided, strict=True))
+    position, probability, accepted = np.array([one for prompt in decisions for one in prompt.accepted], dtype=float).T
     edges, pooled = _rates(probability, accepted, MOST_BINS)
     bins = np.searchsorted(edges, probability, side="right")
     groups = np.searchsorted(POSITIONS, position, side="right") - 1
@@ -166,9 +264,8 @@ def _fit_odds(rounds: Sequence[RoundRecord], overlapped: Sequence[RoundRecord]) 
         hits = np.bincount(bins[groups == group], weights=accepted[groups == group], minlength=len(pooled))
         rates = (hits + PRIOR_ROUNDS * pooled) / (counts + PRIOR_ROUNDS)
         by_group.append(tuple(_isotonic(rates, counts + PRIOR_ROUNDS).tolist()))
-    share, second = (np.array(column, dtype=float) for column in zip(*shares, strict=True))
+    share, second, third = np.array(replaced, dtype=float).T
     share_edges, seconds = _rates(share, second, 8)
-    outcomes = [record.outcome for record in overlapped]
     hit, wrong = outcomes.count(Outcome.CONTINUATION_HIT), outcomes.count(Outcome.CONTINUATION_WRONG_TOKEN)
     prior = DraftOdds().continuation
     return DraftOdds(
@@ -177,7 +274,7 @@ def _fit_odds(rounds: Sequence[RoundRecord], overlapped: Sequence[RoundRecord]) 
         tuple(by_group),
         tuple(share_edges.tolist()),
         tuple(seconds.tolist()),
-        sum(thirds) / len(thirds),
+        float(third.mean()),
         (hit + prior * PRIOR_ROUNDS) / (hit + wrong + PRIOR_ROUNDS),
     )
 
@@ -191,14 +288,67 @@ def _rates(
     return edges, _isotonic(share, counts)
 
 
-def _quality(predicted: NDArray[np.float64], actual: NDArray[np.float64]) -> dict[str, Any]:
-    """How far predictions for unseen prompts are right, by block size: bias in tokens, and the share of variance explained."""
-    quality: dict[str, Any] = {"rounds": len(actual)}
-    for column, size in enumerate(BLOCK_SIZES):
-        error, spread = predicted[:, column] - actual[:, column], actual[:, column].var()
-        quality[str(size)] = {
-            "mean": float(actual[:, column].mean()),
-            "bias": float(error.mean()),
-            "explained": float(1 - (error**2).mean() / spread) if spread else 0.0,
+def _survival(odds: DraftOdds, rounds: Sequence[RoundRecord]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """For every drafted token of whole rounds, the odds that it and all before it are accepted, and whether they were."""
+    predicted, happened = [], []
+    for record in rounds:
+        if record.outcome is not Outcome.STOPPED:
+            steps = (odds.acceptance(g.probability, i) for i, g in enumerate(record.draft.guesses, start=1))
+            predicted += accumulate(steps, mul)
+            happened += [i <= record.accepted for i in range(1, record.block_size)]
+    return np.array(predicted, dtype=float), np.array(happened, dtype=bool)
+
+
+# --- how good it is ---
+
+
+def _errors(predicted: NDArray[np.float64], actual: NDArray[Any]) -> dict[str, float]:
+    """How far predictions for unseen prompts are right: mean of the truth and bias in tokens, and the share of variance explained."""
+    error, spread = predicted - actual, actual.var()
+    return {
+        "mean": float(actual.mean()),
+        "bias": float(error.mean()),
+        "explained": float(1 - (error**2).mean() / spread) if spread else 0.0,
+    }
+
+
+def _reliability(predicted: NDArray[np.float64], happened: NDArray[np.bool_]) -> dict[str, Any]:
+    """
+    How far odds are right: Brier's score, the expected calibration error, and the curve behind it.
+
+    `curve` has an entry for each tenth of the odds that occurs: their mean, how often it happened, how many they were. The calibration
+    error is the mean distance of the first two, weighted with the third.
+    """
+    place = np.minimum((predicted * RELIABILITY_BINS).astype(int), RELIABILITY_BINS - 1)
+    count = np.bincount(place, minlength=RELIABILITY_BINS)
+    occurs = count > 0
+    mean, share = (
+        np.bincount(place, weights=column, minlength=RELIABILITY_BINS)[occurs] / count[occurs]
+        for column in (predicted, happened)
+    )
+    return {
+        "brier": float(((predicted - happened) ** 2).mean()),
+        "calibration_error": float((abs(mean - share) * count[occurs]).sum() / len(predicted)),
+        "curve": [list(point) for point in zip(mean.tolist(), share.tolist(), count[occurs].tolist(), strict=True)],
+    }
+
+
+def _truncation(prompts: Sequence[Sequence[RoundRecord]], shadowed: Sequence[Sequence[RoundRecord]]) -> dict[str, Any]:
+    """What shorter blocks commit in truth, beside what is read off those of 32: means, and the standard error of their difference."""
+    found: dict[str, Any] = {}
+    for size in BLOCK_SIZES[:-1]:
+        pairs = [
+            (min(len(recorded.committed), size), len(record.committed))
+            for rounds, shadows in zip(prompts, shadowed, strict=True)
+            for record in shadows
+            for recorded in rounds
+            if record.block_size == size and recorded.position == record.position
+        ]
+        truncated, true = np.array(pairs, dtype=float).T
+        found[str(size)] = {
+            "rounds": len(pairs),
+            "truncated": float(truncated.mean()),
+            "true": float(true.mean()),
+            "standard_error": float((truncated - true).std() / len(pairs) ** 0.5),
         }
-    return quality
+    return found

@@ -140,7 +140,7 @@ def generate_with_strategy(
         model ([`~transformers.PreTrainedModel`]): the model.
         plain_generate (callable): the model's own `generate`, bound.
         generation_strategy (`str`, *optional*):
-            `"recguide"`, `"linear"`, `"quadratic"` or `"ar"`. Looked for here, then on `generation_config`, then on
+            `"recguide"`, `"auto"`, `"linear"`, `"quadratic"` or `"ar"`. Looked for here, then on `generation_config`, then on
             `model.generation_config`; where none is found, plain `generate` runs.
         recguide_config (`dict` or `RecGuideConfig`, *optional*): options of [`RecGuideConfig`], looked for likewise.
         recguide_hooks (`Sequence[Hook]`, *optional*): observers of the decoding.

@@ -183,7 +183,7 @@ def test_an_interruption_keeps_the_runs_that_are_finished(
 
 
 def test_contenders() -> None:
-    found = contenders(("recguide", "quadratic", "ar"), (8, 16), ("fixed", "aimd"), ("padded", "packed"))
+    found = contenders(("recguide", "quadratic", "ar"), (8, 16), ("fixed", "aimd", "aimd"), ("padded", "packed"))
     assert [contender.label for contender in found] == [
         "ar",
         "recguide-8 padded",

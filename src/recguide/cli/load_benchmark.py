@@ -72,11 +72,11 @@ def contenders(
     for size in block_sizes:
         RecGuideConfig(block_size=size)
     found = [LoadContender("ar", 1, "fixed", schedulers[0])]
-    for strategy in dict.fromkeys(name for name in strategies if name != "ar"):
+    for strategy in (name for name in strategies if name != "ar"):
         for policy in policies if strategy != "quadratic" else ("fixed",):
             sizes = block_sizes if policy == "fixed" else (None,)
             found += [LoadContender(strategy, size, policy, name) for size in sizes for name in schedulers]
-    return found
+    return list(dict.fromkeys(found))
 
 
 @dataclass
@@ -211,7 +211,8 @@ class _Arena:
             self._outputs[prompt] = self._alone(prompt)
             advance()
         for prompt in self._outputs if "oracle" in policies else ():
-            records = record_rounds(model, torch.tensor([prompt]), self._max_new_tokens)
+            ids = torch.tensor([prompt], device=model.device)
+            records = record_rounds(model, ids, self._max_new_tokens, "linear", 32)
             self._rounds[prompt] = [len(record.committed) for record in records]
             advance()
 

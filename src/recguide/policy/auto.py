@@ -88,14 +88,19 @@ class Auto(BlockPolicy):
         if not draft.guesses:
             return self._bootstrap(request, remaining)
         price, ms = self._price.value, self._times.curve("verify", self._load)
-        survival, verified = [1.0], 1
+        # Odds that the first i drafted tokens are all accepted: for those that are verified, and for the first that is not.
+        survival, beyond = [1.0], 0.0
         for i, guess in enumerate(draft.guesses, start=1):
-            survival.append(survival[-1] * self._odds.acceptance(guess.probability, i))
-        # One token more of the draft is worth verifying if the odds that all up to it are accepted pay for its time.
-        while verified <= len(draft.guesses) and survival[verified] > price * (ms[verified + 1] - ms[verified]):
-            verified += 1
-        supposed = self._suppositions(draft, verified, survival, eos)
+            odds = survival[-1] * self._odds.acceptance(guess.probability, i)
+            # One token more is worth verifying if the odds that all up to it are accepted pay for its time.
+            if odds <= price * (ms[i + 1] - ms[i]):
+                beyond = odds
+                break
+            survival.append(odds)
+        verified = len(survival)
         saved = self._saved(self._expected(request))
+        least = price * (ms[min(verified + BLOCK_SIZES[0], TOKENS)] - ms[verified]) / max(*saved.values(), 1e-9)
+        supposed = self._suppositions(draft, survival, beyond, least, eos)
         branches: list[Branch] = []
         tokens, gained = verified, 0.0
         for odds, kind, depth, replacement in sorted(supposed, key=lambda one: -one[0])[:MOST_BRANCHES]:
@@ -176,23 +181,30 @@ class Auto(BlockPolicy):
         return BranchChoice((Branch(BranchKind.CONTINUATION, 1, size),) if size > 1 else ())
 
     def _suppositions(
-        self, draft: Draft, verified: int, survival: list[float], eos: Set[int]
+        self, draft: Draft, survival: list[float], beyond: float, least: float, eos: Set[int]
     ) -> list[tuple[float, BranchKind, int, int | None]]:
-        """Ways the verification may end: odds, kind of branch, depth, replacement. Nothing follows an end of the text."""
+        """
+        Ways the verification may end, if their odds are above `least`: odds, kind of branch, depth, replacement.
+
+        Nothing follows an end of the text.
+        """
         found: list[tuple[float, BranchKind, int, int | None]] = []
+        verified = len(survival)
         for depth, guess in enumerate(draft.guesses[: verified - 1], start=1):
             rejected = survival[depth - 1] - survival[depth]
-            for rank, token in enumerate(guess.alternatives[:2]):
-                if token not in eos:
+            if rejected > least:
+                for rank, token in enumerate(guess.alternatives[:2]):
                     odds = rejected * self._odds.replacement(rank, guess.probability, guess.second_probability)
-                    found.append((odds, BranchKind.CORRECTION, depth, token))
+                    if odds > least and token not in eos:
+                        found.append((odds, BranchKind.CORRECTION, depth, token))
             if guess.token in eos:
                 return found
         if verified > len(draft.guesses):
-            found.append((survival[-1] * self._continuation, BranchKind.CONTINUATION, verified, None))
-        elif (token := draft.guesses[verified - 1].token) not in eos:
+            if (odds := survival[-1] * self._continuation) > least:
+                found.append((odds, BranchKind.CONTINUATION, verified, None))
+        elif beyond > least and (token := draft.guesses[verified - 1].token) not in eos:
             # Cut short, the draft itself says what should come next.
-            found.append((survival[verified], BranchKind.CORRECTION, verified, token))
+            found.append((beyond, BranchKind.CORRECTION, verified, token))
         return found
 
     # --- what is learned ---
