@@ -67,6 +67,8 @@ def fit_progress(
     """
     by_prompt = [list(_cut(rounds, entropy_cap)) for rounds in prompts]
     met_by_prompt = [list(_met(rounds, entropy_cap)) for rounds in met]
+    if met:
+        _check_enough(sum(map(len, met_by_prompt)), LEAST_ROUNDS)
     decisions = [_decisions(rounds) for rounds in prompts]
     strata = _fit(by_prompt)
     odds = _fit_odds(decisions, [r.outcome for rounds in overlapped for r in rounds])
@@ -137,19 +139,23 @@ def _fit(by_prompt: Sequence[Sequence[Observation]], first: Mapping[str, Stratum
     """The strata with enough rounds; where there is a `first` table, its own stand in for the others."""
     seen: dict[str, list[tuple[float, int, int]]] = defaultdict(list)
     for observations in by_prompt:
-        for name, *observation in observations:
-            seen[name].append(tuple(observation))
-            seen[ALL].append(tuple(observation))
-    if first is None and len(seen[ALL]) < LEAST_ROUNDS:
-        raise CalibrationError(
-            f"{len(seen[ALL]) // len(BLOCK_SIZES)} rounds with a past are too few to fit a table; expected at least "
-            f"{-(-LEAST_ROUNDS // len(BLOCK_SIZES))}. Give more prompts, or longer outputs."
-        )
+        for name, certainty, committed, block in observations:
+            seen[name].append((certainty, committed, block))
+            seen[ALL].append((certainty, committed, block))
+    if first is None:
+        _check_enough(len(seen[ALL]) // len(BLOCK_SIZES), -(-LEAST_ROUNDS // len(BLOCK_SIZES)))
     return dict(first or {}) | {
-        name: _fit_stratum(np.array(rounds, dtype=float), first and first.get(name, first[ALL]))
+        name: _fit_stratum(np.array(rounds, dtype=float), None if first is None else first.get(name, first[ALL]))
         for name, rounds in seen.items()
         if len(rounds) >= LEAST_ROUNDS
     }
+
+
+def _check_enough(rounds: int, least: int) -> None:
+    if rounds < least:
+        raise CalibrationError(
+            f"{rounds} rounds with a past are too few to fit a table; expected at least {least}. Give more prompts, or longer outputs."
+        )
 
 
 def _expected(strata: Mapping[str, Stratum], name: str, certainty: float) -> list[float]:
@@ -219,7 +225,7 @@ def _bins(feature: NDArray[np.float64], most: int) -> tuple[NDArray[np.float64],
 # --- what a draft says ---
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Decisions:
     """
     What verification has decided of one prompt's drafts.
@@ -290,13 +296,14 @@ def _rates(
 
 def _survival(odds: DraftOdds, rounds: Sequence[RoundRecord]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """For every drafted token of whole rounds, the odds that it and all before it are accepted, and whether they were."""
-    predicted, happened = [], []
+    predicted: list[float] = []
+    happened: list[bool] = []
     for record in rounds:
         if record.outcome is not Outcome.STOPPED:
             steps = (odds.acceptance(g.probability, i) for i, g in enumerate(record.draft.guesses, start=1))
             predicted += accumulate(steps, mul)
             happened += [i <= record.accepted for i in range(1, record.block_size)]
-    return np.array(predicted, dtype=float), np.array(happened, dtype=bool)
+    return np.array(predicted, dtype=np.float64), np.array(happened, dtype=np.bool_)
 
 
 # --- how good it is ---

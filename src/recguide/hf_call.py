@@ -22,11 +22,9 @@ from .hf_refusals import refuse_config, refuse_model_inputs
 from .hooks import Hook
 from .loop import generate, method_of
 from .metrics import DecodeMetrics, looping_tokens
-from .policy import Policies, PolicyShelf
+from .policy import SHELF, Policies
 from .rounds import Request
 from .sampling import Sampling, row_seed
-
-_SHELF = PolicyShelf()
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ def prepare(
     before, after = extras.processors(width)
     processors = LogitsProcessorList([*before, *logits_processor, *after])
     blind = tuple(p for p in processors if not looks_at_prefix(p))
-    policies = extras.policies or _SHELF.take(model)
+    policies = extras.policies or SHELF.take(model)
     method = method_of(config, eos, adapter, policies)
     copies = generation_config.num_return_sequences or 1
     seeds = extras.seeds(len(prompts)) if generation_config.do_sample else None
@@ -194,7 +192,7 @@ def decode(call: Call) -> Any:
     metrics, records = DecodeMetrics(), RecordKeeper([[] for _ in call.batch])
     hooks = (*extras.hooks, *([metrics] if keep else []), *([records] if keep and extras.output_records else []))
     result = generate(call.batch, call.adapter, hooks, call.kv, after_round=call.columns.release)
-    _SHELF.put_back(call.adapter.model, call.policies)
+    SHELF.put_back(call.adapter.model, call.policies)
     if extras.streamer is not None:
         extras.streamer.end()
     sequences = call.columns.sequences()

@@ -193,11 +193,15 @@ class PagePool:
             slots = self.num_pages * self.page_size + 1
             # The pool outlives the call: made in inference mode, it could not be written outside of it.
             with torch.inference_mode(False):
-                self._layers[layer] = (
-                    torch.zeros((slots, keys.shape[0], keys.shape[2]), dtype=keys.dtype, device=keys.device),
-                    torch.zeros((slots, values.shape[0], values.shape[2]), dtype=values.dtype, device=values.device),
-                )
+                self._layers[layer] = _memory(slots, keys), _memory(slots, values)
         return self._layers[layer]
+
+
+def _memory(slots: int, like: Tensor) -> Tensor:
+    """Not cleared, which would take long and touch every page, but for the last slot, which padded reads go to."""
+    memory = torch.empty((slots, like.shape[0], like.shape[2]), dtype=like.dtype, device=like.device)
+    memory[-1] = 0
+    return memory
 
 
 class PageTable:

@@ -104,15 +104,20 @@ def _record(line: dict[str, Any]) -> tuple[str, Record]:
         return event, FinishRecord(**line)
     if event != "commit":
         raise ValueError(f"unknown event {event!r}")
-    fields = line | {
-        "draft": _draft(line["draft"]),
-        "branches": tuple(BranchRecord(_branch(b["branch"]), b["first"], _draft(b["draft"])) for b in line["branches"]),
-        "risky": tuple(line["risky"]),
-        "committed": tuple(line["committed"]),
-        "entropies": tuple(line.get("entropies", ())),
-        "outcome": Outcome(line["outcome"]),
+    return event, round_of(line)
+
+
+def round_of(values: dict[str, Any]) -> RoundRecord:
+    """The record whose `asdict` has been through JSON; raises `ValueError`, `KeyError` or `TypeError` for other things."""
+    fields = values | {
+        "draft": _draft(values["draft"]),
+        "branches": tuple(BranchRecord(_branch(b["branch"]), b["first"], _draft(b["draft"])) for b in values["branches"]),
+        "risky": tuple(values["risky"]),
+        "committed": tuple(values["committed"]),
+        "entropies": tuple(values.get("entropies", ())),
+        "outcome": Outcome(values["outcome"]),
     }
-    return event, RoundRecord(**fields)
+    return RoundRecord(**fields)
 
 
 def _draft(value: dict[str, Any]) -> Draft:

@@ -19,7 +19,7 @@ from ..metrics import DecodeMetrics, looping_tokens
 from ..tiny.tasks import Task, score
 from .loading import chat_ids
 
-OURS = ("ar", "linear", "quadratic", "recguide")
+OURS = ("ar", "linear", "quadratic", "recguide", "auto")
 OUTSIDE: dict[str, dict[str, Any]] = {"hf-generate": {}, "hf-prompt-lookup": {"prompt_lookup_num_tokens": 10}}
 """What a user would pick instead: transformers' greedy generate, and its n-gram assisted decoding."""
 
@@ -29,7 +29,8 @@ class Contender:
     """One strategy at one block size, with what it has done so far."""
 
     strategy: str
-    block_size: int
+    block_size: int | None
+    """`None` where the strategy chooses."""
     suite: str
     prompts: int = 0
     new_tokens: int = 0
@@ -47,7 +48,7 @@ class Contender:
     def options(self, metrics: DecodeMetrics) -> dict[str, Any]:
         if self.strategy in OUTSIDE:
             return OUTSIDE[self.strategy]
-        config = {"block_size": self.block_size}
+        config = {} if self.block_size is None else {"block_size": self.block_size}
         return {"generation_strategy": self.strategy, "recguide_config": config, "recguide_hooks": [metrics]}
 
     def report(self) -> dict[str, Any]:
@@ -109,12 +110,13 @@ def contenders(strategies: Sequence[str], block_sizes: Sequence[int], suites: Se
     for size in block_sizes:
         RecGuideConfig(block_size=size)
     names = ["ar", *(name for name in strategies if name != "ar")]
-    return [
-        Contender(name, size, suite)
-        for suite in suites
-        for name in names
-        for size in ((1,) if name == "ar" or name in OUTSIDE else block_sizes)
-    ]
+    return [Contender(name, size, suite) for suite in suites for name in names for size in _sizes(name, block_sizes)]
+
+
+def _sizes(strategy: str, block_sizes: Sequence[int]) -> Sequence[int | None]:
+    if strategy == "auto":
+        return (None,)
+    return (1,) if strategy == "ar" or strategy in OUTSIDE else block_sizes
 
 
 def run(
@@ -135,7 +137,7 @@ def run(
     try:
         for entry in entries:
             warm_up = chat_ids(tokenizer, tasks[entry.suite][0].prompt).to(model.device)
-            _generate(model, warm_up, 2 * max(4, entry.block_size), entry.options(DecodeMetrics()))
+            _generate(model, warm_up, 2 * max(4, entry.block_size or 32), entry.options(DecodeMetrics()))
         for suite, suite_tasks in tasks.items():
             own = [entry for entry in entries if entry.suite == suite]
             for entry in own:
@@ -237,8 +239,10 @@ def ratios(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
     found = {}
     for label in by_label:
         strategy, _, size = label.partition("-")
-        linear = f"linear-{size}"
-        if strategy in ("recguide", "quadratic") and linear in by_label:
+        linears = [
+            name for name in by_label if name.startswith("linear-") and size in ("", name.removeprefix("linear-"))
+        ]
+        for linear in linears if strategy in ("recguide", "quadratic", "auto") else ():
             for key in ("decode_tpf", "tokens_per_s"):
                 found[f"{label}/{linear} {key}"] = quotient(label, linear, key)
         for base in ("ar", "hf-generate"):
@@ -247,9 +251,9 @@ def ratios(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def label_of(strategy: str, block_size: int) -> str:
-    """`linear-16`; strategies without blocks are called by name alone."""
-    return strategy if strategy == "ar" or strategy in OUTSIDE else f"{strategy}-{block_size}"
+def label_of(strategy: str, block_size: int | None) -> str:
+    """`linear-16`; strategies without blocks, or that choose them, are called by name alone."""
+    return strategy if strategy == "ar" or strategy in OUTSIDE or block_size is None else f"{strategy}-{block_size}"
 
 
 def environment(model_name: str, model: Any) -> dict[str, Any]:

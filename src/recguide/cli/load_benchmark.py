@@ -51,7 +51,8 @@ class LoadContender:
     def label(self) -> str:
         """`linear-16`, `linear aimd`; the scheduler is named where it is not `packed`."""
         size = self.block_size
-        name = f"{self.strategy} {self.policy}" if size is None else label_of(self.strategy, size)
+        chosen = size is None and self.strategy != "auto"
+        name = f"{self.strategy} {self.policy}" if chosen else label_of(self.strategy, size)
         return name if self.strategy == "ar" or self.scheduler == "packed" else f"{name} {self.scheduler}"
 
 
@@ -59,7 +60,8 @@ def contenders(
     strategies: Sequence[str], block_sizes: Sequence[int], policies: Sequence[str], schedulers: Sequence[str]
 ) -> list[LoadContender]:
     """
-    `ar`, the reference, once, since its blocks give a policy or scheduler no choice; the others with every scheduler.
+    `ar`, the reference, once, since its blocks give a policy or scheduler no choice; the others with every scheduler. `auto` is its
+    own policy.
 
     The policy `fixed` stands for one contender a block size. `quadratic` has no other policy.
     """
@@ -72,7 +74,9 @@ def contenders(
     for size in block_sizes:
         RecGuideConfig(block_size=size)
     found = [LoadContender("ar", 1, "fixed", schedulers[0])]
-    for strategy in (name for name in strategies if name != "ar"):
+    if "auto" in strategies:
+        found += [LoadContender("auto", None, "auto", name) for name in schedulers]
+    for strategy in (name for name in strategies if name not in ("ar", "auto")):
         for policy in policies if strategy != "quadratic" else ("fixed",):
             sizes = block_sizes if policy == "fixed" else (None,)
             found += [LoadContender(strategy, size, policy, name) for size in sizes for name in schedulers]
@@ -259,7 +263,7 @@ class _Arena:
             self._note(run, prompt, handle.result())
 
     def _options(self, contender: LoadContender, requests: Sequence[Prompt]) -> dict[str, Any]:
-        config: dict[str, Any] = {"policy": contender.policy}
+        config: dict[str, Any] = {} if contender.strategy == "auto" else {"policy": contender.policy}
         if contender.policy == "oracle":
             assert self._costs is not None
             # An engine's ids count from 0 in the order of submission.

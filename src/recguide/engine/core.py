@@ -23,7 +23,7 @@ from ..hf_strategy import STRATEGY, checked_hooks, prepared_call
 from ..hooks import Hook, Hooks
 from ..loop import check_prompts
 from ..paged_kv import PagePool
-from ..policy import Policies
+from ..policy import SHELF
 from ..streaming import Feed
 from ..structs import FinishRecord
 from .runner import Entry, Runner
@@ -174,7 +174,7 @@ class Engine:
             self.config.kv_bytes, self.config.page_size, model.config, model.dtype, self.config.prefix_sharing
         )
         self._adapter = ModelAdapter(model, resolve_backend())
-        self._policies = Policies()
+        self._policies = SHELF.take(model)
         self._runner = Runner(
             self._adapter,
             pool,
@@ -190,7 +190,7 @@ class Engine:
         self._arrivals: deque[_Job] = deque()
         self._cancellations: deque[int] = deque()
         self._changed = threading.Condition()
-        self._closing = False
+        self._closing = self._closed = False
         self._worker: threading.Thread | None = None
 
     # --- from any thread ---
@@ -295,6 +295,9 @@ class Engine:
             self._changed.notify()
         if self._worker is not None:
             self._worker.join()
+        if not self._closed:
+            self._closed = True
+            SHELF.put_back(self.model, self._policies)
 
     def __enter__(self) -> Self:
         return self

@@ -17,6 +17,7 @@ from .verification_guided import VerificationGuided
 
 __all__ = [
     "AIMD",
+    "SHELF",
     "Auto",
     "AutoBranches",
     "BlockPolicy",
@@ -61,9 +62,10 @@ class Policies:
 
 class PolicyShelf:
     """
-    Policies between the calls of `generate`, so that what they have learned of a model is kept.
+    Policies between uses, so that what they have learned of a model is kept.
 
-    A call takes them from the shelf, and puts them back when it is done; one that runs beside it gets others.
+    A call of `generate`, or an engine, takes them from the shelf and puts them back when it is done; one that runs beside it gets
+    others.
     """
 
     def __init__(self) -> None:
@@ -78,6 +80,9 @@ class PolicyShelf:
     def put_back(self, model: Any, policies: Policies) -> None:
         with self._lock:
             self._idle.setdefault(model, []).append(policies)
+
+
+SHELF = PolicyShelf()
 
 
 def _make(config: RecGuideConfig, tables: Callable[[], Tables]) -> BlockPolicy:

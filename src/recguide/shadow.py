@@ -1,0 +1,96 @@
+"""Rounds that leave no trace: what a shorter block would have committed where a recorded one began."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .adapter import ModelAdapter
+from .attention import installed
+from .config import RecGuideConfig
+from .dense_kv import DenseKV, KVCache
+from .hooks import Hook
+from .loop import method_of
+from .rounds import Request, plan_blocks, prefill, run_round
+from .segments import Plan
+from .structs import Outcome, RoundRecord
+
+
+class _Untouched:
+    """A [`KVCache`] that forgets what it is told to keep; the cache behind it stays as it is."""
+
+    def __init__(self, kv: KVCache) -> None:
+        self._kv = kv
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self._kv.lengths
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        return self._kv.write(layer, keys, values, plan)
+
+    def commit(self, row: int, tokens: int) -> None:
+        pass
+
+
+class _Rounds(Hook):
+    def __init__(self) -> None:
+        self.records: list[RoundRecord] = []
+
+    def on_commit(self, record: RoundRecord) -> None:
+        self.records.append(record)
+
+
+def places(prompts: Sequence[Sequence[RoundRecord]], block_size: int, count: int) -> list[list[int]]:
+    """For each prompt, which of its recorded rounds get shadows: `count` in all, evenly spread over the whole blocks of one size."""
+    whole = [
+        (prompt, i)
+        for prompt, rounds in enumerate(prompts)
+        for i, record in enumerate(rounds)
+        if record.outcome is not Outcome.STOPPED and record.block_size == block_size
+    ]
+    count = min(count, len(whole))
+    chosen: list[list[int]] = [[] for _ in prompts]
+    for place in range(count):
+        prompt, i = whole[place * len(whole) // count]
+        chosen[prompt].append(i)
+    return chosen
+
+
+def run_shadows(
+    adapter: ModelAdapter, prompt: Sequence[int], rounds: Sequence[RoundRecord], chosen: Sequence[int], block_sizes: Sequence[int]
+) -> list[RoundRecord]:
+    """
+    Run rounds of other block sizes from where recorded ones began. Only the recorded ones are committed.
+
+    Args:
+        adapter (`ModelAdapter`): the model, greedy.
+        prompt (`Sequence[int]`): its tokens.
+        rounds (`Sequence[RoundRecord]`): all rounds of its recording, in order.
+        chosen (`Sequence[int]`): indices of the rounds that get shadows, ascending.
+        block_sizes (`Sequence[int]`): of the shadows.
+
+    Returns:
+        `list[RoundRecord]`: one for each chosen round and block size; `index` and `position` are the recorded round's.
+    """
+    text = [*prompt[: rounds[0].position], rounds[0].seed, *(token for record in rounds for token in record.committed)]
+    kv, found = DenseKV(1, len(text) + max(block_sizes)), _Rounds()
+    with installed(adapter.model):
+        for record in (rounds[i] for i in chosen):
+            for size in block_sizes:
+                config = RecGuideConfig(strategy="linear", block_size=size)
+                request = Request(
+                    id=record.request,
+                    tokens=text[: record.position + 1],
+                    max_new_tokens=size,
+                    # The recording's end is the text's, whatever it was that ended it.
+                    stop=lambda tokens: "stop" if len(tokens) >= len(text) else None,
+                    method=method_of(config, frozenset(), adapter),
+                )
+                # Its newest token is a seed, as after a prefill.
+                request.committed, request.rounds = 1, record.index
+                prefill([request], adapter, kv, Hook())
+                plan_blocks([request], load=1)
+                run_round([request], adapter, _Untouched(kv), found)
+    return found.records
