@@ -80,11 +80,12 @@ class Watching(ModelAdapter):
         kv: KVCache,
         best: int = 1,
         samplings: Sequence[Sampling | None] = (),
+        entropies: bool = False,
     ) -> tuple[Plan, Predictions]:
         drafts = rows[0][0].bidirectional
         if drafts and self._draft_processors is not None and samplings[0] is not None:
             samplings = [replace(samplings[0], processors=tuple(self._draft_processors))]
-        plan, predictions = super().forward(rows, kv, best, samplings)
+        plan, predictions = super().forward(rows, kv, best, samplings, entropies)
         assert samplings[0] is not None
         probs = self._probabilities(predictions.logits, samplings[0])
         if drafts:

@@ -18,6 +18,7 @@ from recguide.loop import Result, generate, method_of
 from recguide.models.draft_adapter import draft_adapter_of
 from recguide.models.nemotron_labs_diffusion import NemotronLabsDiffusionModel
 from recguide.rounds import Request, StopRule, plan_blocks, prefill, run_round
+from recguide.sampling import Sampling
 from recguide.segments import Segment
 from recguide.structs import DraftSource, FinishRecord, ForwardRecord, Outcome, RoundRecord
 from recguide.testing import MASK, ScriptedDrafts, toy_model
@@ -472,13 +473,21 @@ def test_probabilities_are_a_softmax_without_mask() -> None:
     adapter = ModelAdapter(masked_model(), resolve_backend())
     segment = adapter.block([3, None, None, None, None], 0)
     with installed(masked_model()):
-        _, predictions = adapter.forward([[segment]], DenseKV(1), best=4)
+        _, predictions = adapter.forward([[segment]], DenseKV(1), best=4, entropies=True)
+        _, noisy = adapter.forward([[segment]], DenseKV(1), samplings=[Sampling(seed=3)], entropies=True)
+        _, bare = adapter.forward([[segment]], DenseKV(1))
     scores = predictions.logits.double()
     assert (scores.argmax(-1) == MASK).any(), "MASK is never the likeliest here, so this test shows nothing"
     scores[:, MASK] = float("-inf")
     expected = scores.softmax(-1).sort(descending=True)
     assert predictions.best == expected.indices[:, :4].tolist()
     torch.testing.assert_close(torch.tensor(predictions.probabilities), expected.values[:, :2].float())
+    entropy = torch.special.entr(scores.softmax(-1)).sum(-1).float()
+    torch.testing.assert_close(torch.tensor(predictions.entropies), entropy, rtol=1e-4, atol=1e-5)
+    # Those of the model's own distribution, whatever the noise.
+    torch.testing.assert_close(torch.tensor(noisy.entropies), entropy, rtol=1e-4, atol=1e-5)
+    assert bare.best == [line[:1] for line in predictions.best]
+    assert bare.entropies == bare.probabilities == []
 
 
 # --- draft threshold -----------------------------------------------------------------------------------------------

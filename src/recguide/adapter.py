@@ -180,6 +180,7 @@ class ModelAdapter:
         kv: KVCache,
         best: int = 1,
         samplings: Sequence[Sampling | None] = (),
+        entropies: bool = False,
     ) -> tuple[Plan, Predictions]:
         """
         One packed forward.
@@ -189,6 +190,7 @@ class ModelAdapter:
             kv (`KVCache`): read, and written behind each row's prefix; commit afterwards.
             best (`int`): how many of the likeliest tokens are wanted a row; 1 leaves the probabilities out.
             samplings (`Sequence[Sampling | None]`): each batch row's; none at all if empty.
+            entropies (`bool`): whether those are wanted.
 
         Returns:
             `(Plan, Predictions)`: one device-to-host transfer in all.
@@ -221,9 +223,9 @@ class ModelAdapter:
         ]
         noise = row_noise(logits, predicted)
         scores = sample_scores(logits, predicted, noise, self._excluded) if predicted else logits
-        table, probabilities, entropies = self._on_host(logits, scores, best)
+        on_host = self._on_host(logits, scores, best, entropies)
         elapsed = time.perf_counter() - begun
-        return plan, Predictions(table, probabilities, entropies, logits, noise, seconds, elapsed)
+        return plan, Predictions(*on_host, logits=logits, noise=noise, seconds=seconds, elapsed=elapsed)
 
     def _predicted_positions(self, segments: Sequence[Segment]) -> list[int]:
         """The absolute positions that the output rows of a request's segments are about."""
@@ -234,7 +236,7 @@ class ModelAdapter:
         ]
 
     def _on_host(
-        self, logits: Tensor, scores: Tensor, best: int
+        self, logits: Tensor, scores: Tensor, best: int, entropies: bool
     ) -> tuple[list[list[int]], list[tuple[float, float]], list[float]]:
         """Each row's best tokens, the top two's probabilities, and the entropy; `logits` are as before after it."""
         held = [logits[:, token].clone() for token in self._excluded]
@@ -242,26 +244,34 @@ class ModelAdapter:
             logits[:, token] = scores[:, token] = _NEVER
         # Among equal scores argmax takes the first, as plain generate does; topk takes any.
         first = scores.argmax(-1, keepdim=True)
-        probabilities: list[tuple[float, float]] = []
-        entropies: list[float] = []
-        if best == 1:
-            table = first.tolist()
-        else:
-            top, ids = scores.topk(best, dim=-1)
-            norm = scores.logsumexp(-1, keepdim=True)
-            own_norm = norm if scores is logits else logits.logsumexp(-1, keepdim=True)
-            entropy = own_norm - ((logits - own_norm).exp_() * logits).sum(-1, keepdim=True)
-            # One table for one transfer; a token id is exact in float32.
-            two = (top[:, :2] - norm).exp()
-            lines = torch.cat((first.float(), ids.float(), two, entropy), dim=1).tolist()
-            table = [_ranked(int(line[0]), line[1 : best + 1]) for line in lines]
-            probabilities = [(line[-3], line[-2]) for line in lines]
-            entropies = [line[-1] for line in lines]
+        # One table for one transfer; a token id is exact in float32.
+        columns = [first.float()]
+        if best > 1 or entropies:
+            own = logits.softmax(-1)
+            shared = own if scores is logits else scores.softmax(-1)
+        if best > 1:
+            ids = scores.topk(best, dim=-1).indices
+            columns += [ids.float(), shared.gather(1, ids[:, :2])]
+        if entropies:
+            # The entropy is log Z - E[logit], and log Z = logit - log p at any token; the likeliest has no p of 0.
+            likeliest = first if scores is logits else logits.argmax(-1, keepdim=True)
+            log_z = logits.gather(1, likeliest) - own.gather(1, likeliest).log()
+            columns.append(log_z - torch.linalg.vecdot(own, logits)[:, None])
+        lines = torch.cat(columns, dim=1).tolist()
         for token, logit in zip(self._excluded, held, strict=True):
             # Whoever chooses tokens by other rules gets the model's own logits.
             logits[:, token] = logit
-        return table, probabilities, entropies
+        if best == 1:
+            return [[int(line[0])] for line in lines], [], [line[-1] for line in lines] if entropies else []
+        return (
+            [_ranked(line, best) for line in lines],
+            [(line[best + 1], line[best + 2]) for line in lines],
+            [line[-1] for line in lines] if entropies else [],
+        )
 
 
-def _ranked(first: int, ids: list[float]) -> list[int]:
-    return [first, *[int(token) for token in ids if token != first][: len(ids) - 1]]
+def _ranked(line: list[float], best: int) -> list[int]:
+    """The first of equals, and the others of the top."""
+    if line[1] == line[0]:
+        return [int(token) for token in line[1 : best + 1]]
+    return [int(line[0]), *[int(token) for token in line[1 : best + 1] if token != line[0]][: best - 1]]

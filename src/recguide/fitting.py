@@ -93,7 +93,7 @@ def fit_progress(
     for size, ours, truth in zip(BLOCK_SIZES, np.array(predicted).T, np.array(actual).T, strict=True):
         quality[str(size)] = _errors(ours, truth)
     quality["acceptance"] = _reliability(*(np.concatenate(column) for column in zip(*survivals, strict=True)))
-    if shadowed:
+    if any(shadowed):
         quality["shadow"] = _truncation(prompts, shadowed)
     if met:
         strata = _fit(met_by_prompt, strata)

@@ -163,8 +163,11 @@ def run_round(batch: Sequence[Request], adapter: ModelAdapter, kv: KVCache, hook
         _verify_segments(request, drafts[row], choices[row], adapter) if row in choices else []
         for row, request in enumerate(batch)
     ]
-    plan, predictions = adapter.forward(rows, kv, _candidates(batch, live), _samplings(batch))
     kind = "fused" if any(choice.branches for choice in choices.values()) else "verify"
+    # Where nothing is drafted, nobody asks for second choices; where nothing was, nobody for entropies.
+    candidates = _candidates(batch, live) if kind == "fused" else 1
+    entropies = any(draft.guesses for draft in drafts.values())
+    plan, predictions = adapter.forward(rows, kv, candidates, _samplings(batch), entropies)
     _tell(kind, [batch[row] for row in live], plan.query_tokens, predictions, hooks.on_verify)
 
     for row in live:

@@ -34,12 +34,14 @@ class _Untouched:
         pass
 
 
-class _Rounds(Hook):
+class RoundRecorder(Hook):
+    """Keeps the rounds that it is told of."""
+
     def __init__(self) -> None:
-        self.records: list[RoundRecord] = []
+        self.rounds: list[RoundRecord] = []
 
     def on_commit(self, record: RoundRecord) -> None:
-        self.records.append(record)
+        self.rounds.append(record)
 
 
 def places(prompts: Sequence[Sequence[RoundRecord]], block_size: int, count: int) -> list[list[int]]:
@@ -59,7 +61,11 @@ def places(prompts: Sequence[Sequence[RoundRecord]], block_size: int, count: int
 
 
 def run_shadows(
-    adapter: ModelAdapter, prompt: Sequence[int], rounds: Sequence[RoundRecord], chosen: Sequence[int], block_sizes: Sequence[int]
+    adapter: ModelAdapter,
+    prompt: Sequence[int],
+    rounds: Sequence[RoundRecord],
+    chosen: Sequence[int],
+    block_sizes: Sequence[int],
 ) -> list[RoundRecord]:
     """
     Run rounds of other block sizes from where recorded ones began. Only the recorded ones are committed.
@@ -74,8 +80,12 @@ def run_shadows(
     Returns:
         `list[RoundRecord]`: one for each chosen round and block size; `index` and `position` are the recorded round's.
     """
-    text = [*prompt[: rounds[0].position], rounds[0].seed, *(token for record in rounds for token in record.committed)]
-    kv, found = DenseKV(1, len(text) + max(block_sizes)), _Rounds()
+    text = [
+        *prompt,
+        *(record.seed for record in rounds[:1]),
+        *(token for record in rounds for token in record.committed),
+    ]
+    kv, found = DenseKV(1, len(text) + max(block_sizes)), RoundRecorder()
     with installed(adapter.model):
         for record in (rounds[i] for i in chosen):
             for size in block_sizes:
@@ -83,7 +93,8 @@ def run_shadows(
                 request = Request(
                     id=record.request,
                     tokens=text[: record.position + 1],
-                    max_new_tokens=size,
+                    # More than the block, so that it is not shortened.
+                    max_new_tokens=2 * size,
                     # The recording's end is the text's, whatever it was that ended it.
                     stop=lambda tokens: "stop" if len(tokens) >= len(text) else None,
                     method=method_of(config, frozenset(), adapter),
@@ -93,4 +104,4 @@ def run_shadows(
                 prefill([request], adapter, kv, Hook())
                 plan_blocks([request], load=1)
                 run_round([request], adapter, _Untouched(kv), found)
-    return found.records
+    return found.rounds

@@ -12,7 +12,6 @@ from .attention import resolve_backend
 from .dense_kv import KVCache
 from .models.draft_adapter import DraftAdapterConfig, add_draft_adapter, draft_adapter_of
 from .models.nemotron_labs_diffusion import NemotronLabsDiffusionConfig, NemotronLabsDiffusionModel
-from .sampling import Sampling
 from .segments import Plan, Segment
 
 MASK = 5
@@ -91,10 +90,10 @@ class ScriptedDrafts(ModelAdapter):
         self,
         rows: Sequence[Sequence[Segment]],
         kv: KVCache,
-        best: int = 1,
-        samplings: Sequence[Sampling | None] = (),
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Plan, Predictions]:
-        plan, predictions = super().forward(rows, kv, best, samplings)
+        plan, predictions = super().forward(rows, kv, *args, **kwargs)
         for segments, spans in zip(rows, plan.outputs, strict=True):
             for segment, (start, end) in zip(segments, spans, strict=True):
                 if segment.bidirectional:

@@ -111,7 +111,9 @@ def round_of(values: dict[str, Any]) -> RoundRecord:
     """The record whose `asdict` has been through JSON; raises `ValueError`, `KeyError` or `TypeError` for other things."""
     fields = values | {
         "draft": _draft(values["draft"]),
-        "branches": tuple(BranchRecord(_branch(b["branch"]), b["first"], _draft(b["draft"])) for b in values["branches"]),
+        "branches": tuple(
+            BranchRecord(_branch(b["branch"]), b["first"], _draft(b["draft"])) for b in values["branches"]
+        ),
         "risky": tuple(values["risky"]),
         "committed": tuple(values["committed"]),
         "entropies": tuple(values.get("entropies", ())),

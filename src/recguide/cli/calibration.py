@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,24 +16,30 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from .. import pictures
 from ..adapter import ModelAdapter
 from ..attention import resolve_backend
-from ..calibration import CostProfile, ProgressTable
+from ..calibration import CostProfile, ProgressTable, RoundCost
 from ..errors import ConfigError, InputError
 from ..fitting import BLOCK_SIZES, fit_progress
-from ..hooks import Hook
 from ..loop import tables_directory
 from ..profiling import measure_rounds
-from ..structs import RoundRecord
 from ..tiny.tasks import FAMILIES, make_task
 from .benchmark import environment
 from .loading import TINY, chat_ids, load, readable_errors
+from .recording import Recordings, record_rounds
+from .unfinished import Unfinished
+
+__all__ = ["calibrate", "profile", "record_rounds", "whole_numbers"]
 
 out = Console()
 
 Tables = Annotated[
     Path | None,
     typer.Option(help="Directory of the tables; by default recguide_tables beside the model, or here for a hub model."),
+]
+Figures = Annotated[
+    Path | None, typer.Option(help="Directory for PNG pictures of what was measured; needs matplotlib.")
 ]
 
 
@@ -39,24 +49,39 @@ def profile(
     block_size: Annotated[str, typer.Option(help="Block sizes, with commas; 1 is plain decoding.")] = "1,8,16,32,64",
     context: Annotated[str, typer.Option(help="Cached tokens of each request, with commas.")] = "64,256",
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds of each kind; the median is kept.")] = 7,
+    figures: Figures = None,
     tables: Tables = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="As in device_map: cpu, cuda, auto.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="torch threads; by default torch's own choice.")] = None,
 ) -> None:
-    """Measure what a round costs here, by load, block size and context. Run it on the machine that is to serve, with nothing else."""
+    """
+    Measure what a round costs here, by load, block size and context. Run it on the machine that is to serve, with nothing else.
+
+    Interrupted, it goes on where it was when started again.
+    """
     with readable_errors():
+        if figures:
+            pictures.check_installed()
         grid = [whole_numbers(text, option) for text, option in ((loads, "--loads"), (block_size, "--block-size"))]
         contexts = whole_numbers(context, "--context")
-        loaded, _ = load(model, dtype, device)
-        if threads:
-            torch.set_num_threads(threads)
-        adapter = ModelAdapter(loaded, resolve_backend())
-        steps = measure_rounds(adapter, grid[0], grid[1], contexts, repeats)
-        total = len(grid[0]) * len(contexts)
-        costs = [cost for step in track(steps, "profile", total, console=Console(stderr=True)) for cost in step]
-        result = CostProfile(adapter.fingerprint, tuple(costs), environment(model, loaded))
-        path = result.save(tables_directory(adapter, str(tables) if tables else None))
+        adapter, _, directory = _setup(model, dtype, device, threads, tables)
+        arguments = {"loads": grid[0], "block sizes": grid[1], "contexts": contexts, "repeats": repeats}
+        arguments["threads"] = torch.get_num_threads()
+        with _unfinished(directory, "profile", adapter, arguments) as unfinished:
+            pairs = {f"context {tokens}, load {number}": (tokens, number) for tokens in contexts for number in grid[0]}
+            done = [pair for step, pair in pairs.items() if step in unfinished.done]
+            steps = zip(
+                [step for step in pairs if step not in unfinished.done],
+                measure_rounds(adapter, grid[0], grid[1], contexts, repeats, done),
+                strict=True,
+            )
+            for step, costs in track(steps, "profile", len(pairs) - len(done), console=Console(stderr=True)):
+                unfinished.add(step, [asdict(cost) for cost in costs])
+            rounds = tuple(RoundCost(**cost) for step in pairs for cost in unfinished.done[step])
+            result = CostProfile(adapter.fingerprint, rounds, environment(model, adapter.model))
+            path = result.save(directory)
+            drawn = pictures.save(pictures.of_profile(result), figures) if figures else []
         table = Table(title="milliseconds a round", box=None)
         table.add_column("requests", justify="right")
         for size in grid[1]:
@@ -64,7 +89,7 @@ def profile(
         for number in grid[0]:
             table.add_row(str(number), *(f"{result.round_ms(number, size):.1f}" for size in grid[1]))
         out.print(table)
-        out.print(f"Written to {path}.", markup=False, soft_wrap=True)
+        _name_files([path, *drawn])
 
 
 def calibrate(
@@ -77,54 +102,88 @@ def calibrate(
     entropy_cap: Annotated[
         int | None, typer.Option(min=1, help="Use only the first entropies of a round; by default all.")
     ] = None,
+    shadow_rounds: Annotated[
+        int,
+        typer.Option(min=0, help="Rounds that blocks of 8 and 16 are run beside, to measure what is lost by cutting."),
+    ] = 200,
+    on_policy: Annotated[
+        bool,
+        typer.Option("--on-policy", help="Decode the prompts once more under verification_guided, and refit to that."),
+    ] = False,
+    policy_load: Annotated[
+        int, typer.Option("--load", min=1, help="With --on-policy: requests under way, as the policy is told.")
+    ] = 8,
+    figures: Figures = None,
     tables: Tables = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="As in device_map: cpu, cuda, auto.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="torch threads; by default torch's own choice.")] = None,
 ) -> None:
-    """Learn how much a block may be expected to commit, from rounds of LinearSS with blocks of 32 on typical prompts."""
+    """
+    Learn how much a block may be expected to commit, from rounds of LinearSS with blocks of 32 on typical prompts.
+
+    Interrupted, it goes on where it was when started again.
+    """
     with readable_errors():
+        if figures:
+            pictures.check_installed()
         texts = _prompts(prompts_file, prompts)
-        loaded, tokenizer = load(model, dtype, device)
-        if threads:
-            torch.set_num_threads(threads)
-        adapter = ModelAdapter(loaded, resolve_backend())
-        recorded, overlapped = [], []
-        for number, text in enumerate(track(texts, "calibrate", console=Console(stderr=True))):
-            ids = chat_ids(tokenizer, text).to(loaded.device)
-            recorded.append(record_rounds(loaded, ids, max_new_tokens, "linear", 32))
-            if number % 3 == 0:
-                overlapped.append(record_rounds(loaded, ids, max_new_tokens, "recguide", 16))
-        measured_on = environment(model, loaded)
-        table = fit_progress(recorded, adapter.fingerprint, entropy_cap, measured_on, overlapped=overlapped)
-        path = table.save(tables_directory(adapter, str(tables) if tables else None))
-        out.print(_quality(table))
-        out.print(f"Written to {path}.", markup=False, soft_wrap=True)
+        adapter, tokenizer, directory = _setup(model, dtype, device, threads, tables)
+        ids = [chat_ids(tokenizer, text).to(adapter.device) for text in texts]
+        costs = _costs(directory, adapter, policy_load) if on_policy else None
+        arguments = {
+            "prompts": len(ids),
+            "prompts_hash": sha256(json.dumps([one.tolist() for one in ids]).encode()).hexdigest()[:16],
+            "max_new_tokens": max_new_tokens,
+            "entropy_cap": entropy_cap,
+            "shadow_rounds": shadow_rounds,
+            "on_policy_load": policy_load if on_policy else None,
+        }
+        with _unfinished(directory, "calibration", adapter, arguments) as unfinished:
+            recordings = Recordings(adapter, ids, max_new_tokens, unfinished)
+            recorded = recordings.of_largest_blocks()
+            fit = partial(
+                fit_progress,
+                recorded,
+                adapter.fingerprint,
+                entropy_cap,
+                environment(model, adapter.model) | {"calibrated_on": arguments},
+                overlapped=recordings.with_branches(),
+                shadowed=recordings.of_shadows(recorded, shadow_rounds) if shadow_rounds else (),
+            )
+            table = fit()
+            if costs:
+                table = fit(met=recordings.on_policy(table, costs, policy_load))
+            path = table.save(directory)
+            drawn = pictures.save(pictures.of_calibration(recorded, table), figures) if figures else []
+        for shown in _quality(table):
+            out.print(shown)
+        _name_files([path, *drawn])
 
 
-class _Rounds(Hook):
-    def __init__(self) -> None:
-        self.records: list[RoundRecord] = []
+def _setup(
+    model: str, dtype: str, device: str, threads: int | None, tables: Path | None
+) -> tuple[ModelAdapter, Any, Path]:
+    """Adapter, tokenizer, and the directory of the tables."""
+    loaded, tokenizer = load(model, dtype, device)
+    if threads:
+        torch.set_num_threads(threads)
+    adapter = ModelAdapter(loaded, resolve_backend())
+    return adapter, tokenizer, tables_directory(adapter, str(tables) if tables else None)
 
-    def on_commit(self, record: RoundRecord) -> None:
-        self.records.append(record)
+
+def _unfinished(directory: Path, name: str, adapter: ModelAdapter, arguments: dict[str, Any]) -> Unfinished:
+    path = directory / adapter.fingerprint.folder / f"{name}.unfinished.jsonl"
+    return Unfinished(path, adapter.fingerprint, arguments)
 
 
-def record_rounds(
-    model: Any, ids: torch.Tensor, max_new_tokens: int, strategy: str, block_size: int
-) -> list[RoundRecord]:
-    """One prompt's rounds, decoded greedily; `ids`: `int64[1, T]` on the model's device."""
-    rounds = _Rounds()
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        generation_strategy=strategy,
-        recguide_config={"block_size": block_size},
-        recguide_hooks=[rounds],
-    )
-    return rounds.records
+def _costs(directory: Path, adapter: ModelAdapter, load: int) -> CostProfile:
+    """The profile that the policy needs; what is missing is said before the prompts are decoded, not after."""
+    costs = CostProfile.load(directory, adapter.fingerprint)
+    assert costs is not None
+    for size in BLOCK_SIZES:
+        costs.round_ms(load, size)
+    return costs
 
 
 def _prompts(file: Path | None, count: int) -> list[str]:
@@ -145,14 +204,54 @@ def _prompts(file: Path | None, count: int) -> list[str]:
     return texts[:count]
 
 
-def _quality(table: ProgressTable) -> Table:
-    shown = Table(title="predictions for prompts left out of the fit", box=None)
-    for name in ("B", "committed a round", "bias", "variance explained"):
+def _quality(table: ProgressTable) -> Iterator[Table | str]:
+    quality = table.quality
+    yield _shown(
+        "predictions for prompts left out of the fit",
+        ("B", "committed a round", "bias", "variance explained"),
+        [(str(size), *_errors(quality[str(size)])) for size in BLOCK_SIZES],
+    )
+    odds = quality["acceptance"]
+    yield f"odds of acceptance: calibration error {odds['calibration_error']:.3f}, Brier score {odds['brier']:.3f}"
+    if "shadow" in quality:
+        yield _shown(
+            "what cutting blocks of 32 says, and what shorter blocks commit",
+            ("B", "rounds", "cut", "in truth", "bias"),
+            [
+                (
+                    size,
+                    str(q["rounds"]),
+                    f"{q['truncated']:.2f}",
+                    f"{q['true']:.2f}",
+                    f"{q['truncated'] - q['true']:+.3f} ± {q['standard_error']:.3f}",
+                )
+                for size, q in quality["shadow"].items()
+            ],
+        )
+    if "on_policy" in quality:
+        met = quality["on_policy"]
+        yield _shown(
+            f"predictions for {met['rounds']} rounds under the policy",
+            ("fit", "committed a round", "bias", "variance explained"),
+            [("from blocks of 32", *_errors(met["before"])), ("refitted", *_errors(met["after"]))],
+        )
+
+
+def _errors(quality: Mapping[str, float]) -> tuple[str, str, str]:
+    return f"{quality['mean']:.2f}", f"{quality['bias']:+.3f}", f"{quality['explained']:.0%}"
+
+
+def _shown(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    shown = Table(title=title, box=None)
+    for name in columns:
         shown.add_column(name, justify="right")
-    for size in BLOCK_SIZES:
-        q = table.quality[str(size)]
-        shown.add_row(str(size), f"{q['mean']:.2f}", f"{q['bias']:+.3f}", f"{q['explained']:.0%}")
+    for row in rows:
+        shown.add_row(*row)
     return shown
+
+
+def _name_files(paths: Sequence[Path]) -> None:
+    out.print(f"Written: {', '.join(map(str, paths))}.", markup=False, soft_wrap=True)
 
 
 def whole_numbers(text: str, option: str) -> list[int]:
