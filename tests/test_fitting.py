@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -81,3 +82,104 @@ def test_too_few_rounds() -> None:
     with pytest.raises(CalibrationError, match="too few"):
         fit_progress([[a_round(5, 0.1)] * 3], HERE)
     assert LEAST_ROUNDS == 40
+
+
+# --- under a policy ---
+
+
+def met_round(committed: int, block: int, entropy: float = 0.25) -> RoundRecord:
+    """A round of this block: cut to it if more would have been committed."""
+    tokens = (7,) * min(committed, block)
+    draft = Draft(DRAFT.guesses[: block - 1])
+    return RoundRecord(
+        0, 0, 0, 7, draft, (), (), len(tokens) - 1, tokens, Outcome.PLAIN, None, block, (entropy,) * len(tokens)
+    )
+
+
+def geometric(rng: Random, step: float) -> int:
+    committed = 1
+    while committed < 32 and rng.random() < step:
+        committed += 1
+    return committed
+
+
+def tokens_of(step: float, block: int) -> float:
+    """Mean tokens of a block if each is followed by another with these odds."""
+    return sum(step**k for k in range(block))
+
+
+def test_blocks_that_were_accepted_whole_say_only_so_much_at_least() -> None:
+    """The law is known; the first table is of another law, and the blocks under the policy are of all sizes at random."""
+    rng = Random(1)
+    first = [[a_round(geometric(rng, 0.7), 0.25) for _ in range(30)] for _ in range(10)]
+    met = [[met_round(geometric(rng, 0.93), rng.choice((8, 16, 32))) for _ in range(60)] for _ in range(50)]
+    table = fit_progress(first, HERE, met=met)
+    (expected,) = table.strata["all"].expected
+    for block in (8, 16, 32):
+        assert expected[block] == pytest.approx(tokens_of(0.93, block), rel=0.04)
+    assert table.strata["all"].counts == (50 * 59,)
+    quality = table.quality["on_policy"]
+    assert quality["rounds"] == 50 * 59
+    assert quality["before"]["bias"] < -2
+    assert abs(quality["after"]["bias"]) < -quality["before"]["bias"] / 8
+    assert quality["after"]["explained"] > quality["before"]["explained"]
+
+
+def test_what_no_block_was_long_enough_for_stays_as_it_was_known() -> None:
+    rng = Random(2)
+    first = [[a_round(geometric(rng, 0.8), 0.25) for _ in range(40)] for _ in range(50)]
+    met = [[met_round(geometric(rng, 0.95), 8) for _ in range(50)] for _ in range(50)]
+    (expected,) = fit_progress(first, HERE, met=met).strata["all"].expected
+    assert expected[8] == pytest.approx(tokens_of(0.95, 8), rel=0.03)
+    # What a block of 8 passes on goes on as in the first table.
+    beyond = 0.95**7 * 0.8 * tokens_of(0.8, 24)
+    assert expected[32] - expected[8] == pytest.approx(beyond, rel=0.15)
+
+
+def test_histories_are_those_that_the_policy_met() -> None:
+    first = [[a_round(12, 0.5) for _ in range(30)] for _ in range(5)]
+    met = [[met_round(12, size, 0.25) for _ in range(15) for size in (8, 32)] for _ in range(5)]
+    strata = fit_progress(first, HERE, met=met).strata
+    assert sum(strata["8 full"].counts) == 5 * 15
+    assert sum(strata["32 partial"].counts) == 5 * 14
+    assert sum(strata["16 partial"].counts) == 5 * 29, "not met, so as it was"
+    with pytest.raises(CalibrationError, match="too few"):
+        fit_progress(first, HERE, met=met[:1])
+
+
+# --- what drafts say, and what cutting does ---
+
+
+def test_the_odds_of_acceptance_are_judged_on_prompts_left_out() -> None:
+    """Drafts say 0.9 where 0.6 are accepted: calibrated odds are right all the same."""
+    rng = Random(3)
+    draft = Draft(tuple(Guess(7, (8,), 0.9, 0.1) for _ in range(31)))
+
+    def one() -> RoundRecord:
+        committed = geometric(rng, 0.6)
+        tokens = (7,) * (committed - 1) + (8,)
+        return RoundRecord(
+            0, 0, 0, 7, draft, (), (), committed - 1, tokens, Outcome.PLAIN, None, 32, (0.5,) * committed
+        )
+
+    quality = fit_progress([[one() for _ in range(40)] for _ in range(25)], HERE).quality["acceptance"]
+    assert quality["calibration_error"] < 0.01
+    assert sum(count for _, _, count in quality["curve"]) == 25 * 40 * 31
+    for predicted, observed, count in quality["curve"]:
+        assert predicted == pytest.approx(observed, abs=3 * (0.25 / count) ** 0.5 + 0.02)
+    # A table of raw probabilities, as without rejections to learn from, is far off and says so.
+    few = fit_progress([[a_round(12, 0.5) for _ in range(20)] for _ in range(5)], HERE).quality["acceptance"]
+    assert few["calibration_error"] == pytest.approx(20 / 31)
+    assert few["brier"] == pytest.approx(20 / 31)
+
+
+def test_what_cutting_does_is_measured_where_both_were_run() -> None:
+    def at(position: int, committed: int, block: int) -> RoundRecord:
+        return replace(met_round(committed, block), position=position)
+
+    prompts = [[at(i, 20 if i % 2 else 4, 32) for i in range(30)] for _ in range(2)]
+    shadowed = [[at(1, 7, 8), at(1, 14, 16), at(2, 6, 8), at(2, 4, 16)], []]
+    quality = fit_progress(prompts, HERE, shadowed=shadowed, folds=2).quality["shadow"]
+    assert quality["8"] == {"rounds": 2, "truncated": 6.0, "true": 6.5, "standard_error": pytest.approx(1.5 / 2**0.5)}
+    assert quality["16"] == {"rounds": 2, "truncated": 10.0, "true": 9.0, "standard_error": pytest.approx(1 / 2**0.5)}
+    assert "shadow" not in fit_progress(prompts, HERE, folds=2).quality

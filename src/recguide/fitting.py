@@ -184,25 +184,24 @@ def _fit_stratum(rounds: NDArray[np.float64], first: Stratum | None) -> Stratum:
 
     Args:
         rounds (`np.ndarray`): `float64[N, 3]`: certainty, committed tokens, block.
-        first (`Stratum`, *optional*): counts as so many rounds ([`PRIOR_ROUNDS`]) in every step; needed where blocks are shorter than 32.
+        first (`Stratum`, *optional*): counts as so many rounds of a block of 32 ([`PRIOR_ROUNDS`]); needed where blocks are shorter.
     """
     certainty, committed, block = rounds.T
     edges, place, counts = _bins(certainty, MOST_BINS)
-    weight, steps = 0, np.zeros((len(counts), LARGEST_BLOCK))
+    known = np.zeros((len(counts), LARGEST_BLOCK))
     if first is not None:
-        known = np.array(first.survival)[np.searchsorted(first.edges, certainty, side="right")]
-        mean = np.stack([known[place == one].mean(axis=0) for one in range(len(counts))])
-        weight, steps[:, 1:] = PRIOR_ROUNDS, mean[:, 1:] / np.maximum(mean[:, :-1], 1e-12)
+        rows = np.array(first.survival)[np.searchsorted(first.edges, certainty, side="right")]
+        known += PRIOR_ROUNDS * np.stack([rows[place == one].mean(axis=0) for one in range(len(counts))])
     odds = np.ones(len(counts))
     survival = np.ones((len(counts), LARGEST_BLOCK))
     for k in range(2, LARGEST_BLOCK + 1):
         shown = (committed >= k - 1) & (block >= k)
-        passed = np.bincount(place, weights=shown & (committed >= k), minlength=len(counts))
-        of = np.bincount(place, weights=shown, minlength=len(counts))
+        passed = np.bincount(place, weights=shown & (committed >= k), minlength=len(counts)) + known[:, k - 1]
+        of = np.bincount(place, weights=shown, minlength=len(counts)) + known[:, k - 2]
         # Where none was left there is nothing to pass on.
-        odds = odds * (passed + weight * steps[:, k - 1]) / np.maximum(of + weight, 1)
+        odds = odds * np.divide(passed, of, out=np.zeros(len(counts)), where=of > 0)
         # The surer the verifier was, the more may be expected.
-        looked = np.bincount(place, weights=block >= k, minlength=len(counts)) + weight
+        looked = np.bincount(place, weights=block >= k, minlength=len(counts)) + known[:, 0]
         survival[:, k - 1] = _isotonic(odds, looked)
     survival = np.minimum.accumulate(survival, axis=1)
     return Stratum(tuple(edges.tolist()), tuple(map(tuple, survival.tolist())), tuple(counts.tolist()))

@@ -106,7 +106,8 @@ def draft_probabilities(prompts: Sequence[Sequence[RoundRecord]]) -> Figure:
             (f"first rejected ({len(rejected)})", rejected, COLOURS[1], "--"),
         ):
             values = [guess.probability if name == "confidence" else guess.margin for guess in guesses]
-            axes.ecdf(values, label=label, color=colour, linestyle=dashes)
+            if values:
+                axes.ecdf(values, label=label, color=colour, linestyle=dashes)
         axes.set(xlabel=f"{name} of the drafted token", xlim=(0, 1), ylim=(0, 1))
     left.set_ylabel("share of tokens at or below")
     left.legend(frameon=False, loc="upper left")
@@ -144,7 +145,10 @@ def progress(table: ProgressTable) -> Figure:
         for name, colour, marker, dashes in _styles(table.strata):
             x, y = _steps(table.strata[name], size, lowest)
             axes.step(x, y, where="post", label=name, color=colour, marker=marker, markersize=3, linestyle=dashes)
-        axes.set(xlabel="certainty s (nats)", title=f"B = {size}", ylim=(0, size + size / 16))
+        # Most rounds are sure: half of the bins are within a hundredth of a nat.
+        axes.set_xscale("symlog", linthresh=0.01)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set(xlabel="certainty s (nats)", title=f"B = {size}", ylim=(0, None))
     panels[0].set_ylabel("expected tokens V")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, title="last block")
@@ -158,9 +162,8 @@ def reliability(table: ProgressTable) -> Figure:
     figure, axes = _figure(4.6, 4.4)
     axes.plot((0, 1), (0, 1), color="#999999", linewidth=0.8, linestyle="--", label="exact")
     axes.plot(predicted, observed, color=COLOURS[0], linewidth=1)
-    axes.scatter(
-        predicted, observed, s=20 + 200 * count / count.sum(), color=COLOURS[0], label="measured (area: count)"
-    )
+    area = 20 + 200 * count / count.sum()
+    axes.scatter(predicted, observed, area, color=COLOURS[0], label="measured (area: count)", clip_on=False, zorder=3)
     axes.set(xlabel="predicted odds of acceptance", ylabel="share that was accepted", xlim=(0, 1), ylim=(0, 1))
     axes.set_title(f"calibration error {quality['calibration_error']:.3f}, Brier {quality['brier']:.3f}", fontsize=10)
     axes.legend(frameon=False, loc="upper left")
@@ -186,7 +189,7 @@ def round_times(profile: CostProfile) -> Figure:
 
 def forward_times(profile: CostProfile) -> Figure:
     """Milliseconds of draft and verify forwards against their query tokens; a round's bookkeeping is in them."""
-    figure, (left, right) = _panels(2, 9, 4)
+    figure, (left, right) = _panels(2, 9, 4, share=True)
     for axes, kind in ((left, "draft"), (right, "verify")):
         for number, size in enumerate(profile.block_sizes):
             cells = [cost for cost in profile.rounds if cost.block_size == size]
@@ -217,18 +220,19 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
-    """A figure with pictures side by side; inches."""
+def _panels(count: int, width: float, height: float, share: bool = False) -> tuple[Figure, list[Axes]]:
+    """A figure with pictures side by side, with the same axes if they `share` them; inches."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+    return figure, list(figure.subplots(1, count, squeeze=False, sharex=share, sharey=share)[0])
 
 
 def _plain_ticks(axes: Axes, values: Sequence[int]) -> None:
-    """Whole numbers under a logarithmic axis, where something was measured."""
+    """Numbers along logarithmic axes: below where something was measured, at the side no powers."""
     axes.set_xticks(values, [str(value) for value in values])
     axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_formatter("{x:g}")
 
 
 def _styles(names: Collection[str]) -> list[tuple[str, str, str, str]]:

@@ -11,8 +11,8 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from itertools import accumulate, pairwise
+from functools import cache, cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -36,31 +36,40 @@ MODELS = ("nld-8b", "nld-14b")
 POLICIES = ("fixed", "concurrency_table", "aimd", "verification_guided", "oracle")
 
 
+def paper_tables() -> dict[str, Any]:
+    """Printed figures of arXiv 2609.34388: `table_1` (of acceptance), `table_4` (block shares), `table_6` (tokens a second)."""
+    tables: dict[str, Any] = json.loads((DATA / "paper.json").read_text())
+    return tables
+
+
 # --- what requests would commit ---
 
 
 @dataclass(frozen=True, eq=False)
 class Recording:
     """
-    A request's rounds with blocks of 32.
-
-    A block of B that begins where one of them began, or inside of it, commits what is left of that round, B at the most.
+    What blocks of a request would commit, wherever they begin.
 
     Args:
-        committed (`tuple[int]`): tokens of each round; the last may be cut short by the end.
-        entropies (`float64[sum(committed)]`): of each token, in nats.
+        ahead (`int64[T]`): by tokens written, those that a block of 32 commits next; one of B commits so many, B at the most.
+        entropies (`float64[T]`): of each token, in nats.
     """
 
-    committed: tuple[int, ...]
+    ahead: NDArray[np.int64]
     entropies: NDArray[np.float64]
 
     @cached_property
-    def ends(self) -> list[int]:
-        """Tokens written after each round."""
-        return list(accumulate(self.committed))
+    def committed(self) -> tuple[int, ...]:
+        """Tokens of each round with blocks of 32."""
+        written, rounds = 0, []
+        while written < len(self.ahead):
+            rounds.append(int(self.ahead[written]))
+            written += rounds[-1]
+        return tuple(rounds)
 
-    def record(self, request: int, index: int, written: int, block_size: int, committed: int) -> RoundRecord:
+    def record(self, request: int, index: int, written: int, block_size: int) -> RoundRecord:
         """What an engine would tell of a round of this request that begins after `written` tokens."""
+        committed = min(int(self.ahead[written]), block_size)
         stop = written + committed
         return RoundRecord(
             request=request,
@@ -72,16 +81,16 @@ class Recording:
             risky=(),
             accepted=committed - 1,
             committed=(0,) * committed,
-            outcome=Outcome.STOPPED if stop == self.ends[-1] else Outcome.PLAIN,
+            outcome=Outcome.STOPPED if stop == len(self.ahead) else Outcome.PLAIN,
             hit=None,
             query_tokens=block_size,
             entropies=tuple(self.entropies[written:stop].tolist()) if block_size > 1 else (),
         )
 
     def rounds(self, request: int) -> list[RoundRecord]:
-        """The recorded rounds themselves."""
-        starts = pairwise([0, *self.ends])
-        return [self.record(request, i, start, LARGEST_BLOCK, end - start) for i, (start, end) in enumerate(starts)]
+        """Its rounds with blocks of 32."""
+        starts = [0, *accumulate(self.committed)][:-1]
+        return [self.record(request, i, start, LARGEST_BLOCK) for i, start in enumerate(starts)]
 
 
 @cache
@@ -90,88 +99,132 @@ def _draft(block_size: int) -> Draft:
     return Draft(guesses, DraftSource.FORWARD if guesses else DraftSource.NONE)
 
 
+PASSING = 0.65
+"""Share of rounds with blocks of 32 whose end a new draft, begun inside of them, gets past: in recordings of the embedded model with
+blocks of 8 and of 16 beside those of 32."""
 FULL_SHARE = 2 / 3
 """Of the rounds in Table 1's longest interval, those that commit all 32: in the authors' public measurements of the 8B, 27.2 % of
 rounds fill a block of 32 and 40.6 % one of 16."""
 ACCEPTED_NATS, REJECTED_NATS = 0.08, 0.9
 """Mean entropy of an accepted token, and of the verifier's in a rejected one's place, in recordings of the embedded model."""
+LOG_SPREAD = 1.2
+"""Standard deviation of an entropy's logarithm. With it a round's mean entropy tells its length as well as in those recordings (rank
+correlation 0.6); the logarithms themselves spread more there, but not each on its own."""
+PREDICTION = 0.15
+"""With it a round's mean entropy tells as much of the next round as in those recordings: given its own length, a rank correlation of
+0.17."""
+MEAN_TOKENS = 256
+"""Of an output."""
 
 
-def random_recordings(count: int, seed: int, prediction: float = 0.0, mean_tokens: float = 256.0) -> list[Recording]:
+def random_recordings(
+    count: int, seed: int, prediction: float = PREDICTION, passing: float = PASSING
+) -> list[Recording]:
     """
-    Requests whose rounds follow Table 1 of arXiv 2609.34388: a Markov chain over intervals of committed tokens.
+    Requests whose rounds with blocks of 32 follow Table 1 of arXiv 2609.34388, a Markov chain over intervals of committed tokens.
 
     Assumed: the chain starts from its own long-run shares; lengths are uniform within an interval, but [`FULL_SHARE`] of the longest
-    is 32; lengths of outputs are exponential.
+    is 32; outputs have exponential lengths, [`MEAN_TOKENS`] in the mean; and [`read_recordings`]'s of what begins inside of a round.
 
     Args:
         count (`int`): requests.
         seed (`int`): the same seed gives the same requests.
-        prediction (`float`, defaults to 0):
-            What entropies say of the future, 0 … 1. At 0 they say which token was rejected, so no more than the round's own
-            length. Above, each is multiplied by `exp(prediction * (16 - n) / 8)`, where n tokens would be committed by a block of
-            32 behind it: at 1, fifty times more before the shortest block than before the longest.
-        mean_tokens (`float`, defaults to 256): of an output.
+        prediction (`float`):
+            What entropies say of the future, 0 … 1: the correlation of a normal variable, which minus the logarithm of a token's
+            entropy follows beside the token's acceptance, with the standardised length of a block of 32 behind it. At 0 entropies say,
+            with noise, how long their own round was, and nothing of the next.
+        passing (`float`): share of rounds whose end a block that begins inside of them gets past.
     """
-    if not 0 <= prediction <= 1:
-        raise ConfigError(f"prediction must be a number from 0 to 1; got {prediction!r}.")
+    _check_share("prediction", prediction)
+    _check_share("passing", passing)
     generator = np.random.default_rng(seed)
-    transitions = np.array(_read("paper.json")["table_1"]["transitions"])
+    transitions = np.array(paper_tables()["table_1"]["transitions"])
     transitions /= transitions.sum(axis=1, keepdims=True)
-    wanted = np.ceil(generator.exponential(mean_tokens, count)).astype(int)
+    wanted = np.ceil(generator.exponential(MEAN_TOKENS, count)).astype(int)
     intervals = generator.choice(3, count, p=np.linalg.matrix_power(transitions, 64)[0])
     lengths: list[NDArray[np.int64]] = []
-    # One round more than is needed: the entropies of the last are about the one that would come.
     written = np.zeros(count, dtype=int)
-    while True:
+    # Two blocks more than is needed: entropies are about what would come.
+    while (written < wanted + 2 * LARGEST_BLOCK).any():
         within = np.array([1, 9, 17])[intervals] + generator.integers(np.array([8, 8, 16])[intervals])
         full = (intervals == 2) & (generator.random(count) < FULL_SHARE)
         lengths.append(np.where(full, LARGEST_BLOCK, within))
-        if (written >= wanted).all():
-            break
         written += lengths[-1]
-        climb = transitions.cumsum(axis=1)[intervals, :2]
-        intervals = (generator.random((count, 1)) > climb).sum(axis=1)
-    table = np.array(lengths).T
-    return [_recording(row, int(tokens), prediction) for row, tokens in zip(table, wanted, strict=True)]
+        steps = transitions.cumsum(axis=1)[intervals, :2]
+        intervals = (generator.random((count, 1)) > steps).sum(axis=1)
+    rounds = np.array(lengths).T
+    passes = generator.random(rounds.shape) < passing
+    mean, spread = rounds.mean(), rounds.std()
+    found = []
+    for own, own_passes, tokens in zip(rounds, passes, wanted, strict=True):
+        ahead = _ahead(own, own_passes)
+        levels = np.full(len(ahead), ACCEPTED_NATS)
+        levels[own.cumsum()[own < LARGEST_BLOCK] - 1] = REJECTED_NATS
+        coming = (ahead[1 : tokens + 1] - mean) / spread
+        noise = np.sqrt(1 - prediction**2) * generator.standard_normal(tokens) - prediction * coming
+        # Of a lognormal law with these levels as means.
+        entropies = levels[:tokens] * np.exp(LOG_SPREAD * noise - LOG_SPREAD**2 / 2)
+        found.append(_recording(ahead[:tokens], entropies))
+    return found
 
 
-def _recording(lengths: NDArray[np.int64], tokens: int, prediction: float) -> Recording:
-    """`tokens` of a request whose rounds have these `lengths`, which reach one round further."""
-    rounds = int(np.searchsorted(lengths.cumsum(), tokens)) + 1
-    committed = lengths[:rounds].copy()
-    index = np.repeat(np.arange(rounds), committed)
-    left = committed.cumsum()[index] - np.arange(len(index)) - 1
-    rejected = (left == 0) & (committed[index] < LARGEST_BLOCK)
-    coming = np.where(left > 0, left, lengths[index + 1])
-    entropies = np.where(rejected, REJECTED_NATS, ACCEPTED_NATS) * np.exp(prediction * (16 - coming) / 8)
-    committed[-1] -= len(index) - tokens
-    return Recording(tuple(committed.tolist()), entropies[:tokens])
+def _ahead(lengths: NDArray[np.int64], passes: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """`int64[sum(lengths)]`: what a block of 32 commits wherever it begins; passing a round's end, it stops at the next one's."""
+    ends = lengths.cumsum()
+    index = np.repeat(np.arange(len(lengths)), lengths)
+    left = ends[index] - np.arange(len(index))
+    gets_past = passes[index] & (left < lengths[index])
+    ahead: NDArray[np.int64] = np.minimum(left + gets_past * np.append(lengths[1:], 0)[index], LARGEST_BLOCK)
+    return ahead
 
 
-def read_recordings(path: str | Path) -> list[Recording]:
+def _recording(ahead: NDArray[np.int64], entropies: NDArray[np.float64]) -> Recording:
+    return Recording(np.minimum(ahead, np.arange(len(ahead), 0, -1)), entropies)
+
+
+def read_recordings(path: str | Path, seed: int, passing: float = PASSING) -> list[Recording]:
     """
-    The finished requests of a trace.
+    The finished requests of a trace of blocks of 32.
+
+    A block that begins where one of its rounds began commits as much as that, up to its own size. One that begins inside of a round
+    drafts anew, with nearer context. Assumed: in the share `passing` of the rounds it gets past their end and goes on to the next round's;
+    in the others it commits what is left.
+
+    Args:
+        path (`str` or `Path`): as [`~trace.TraceWriter`] writes it.
+        seed (`int`): of the choice of rounds.
+        passing (`float`): the share.
 
     Raises:
         InputError: not a trace, or not one of rounds with blocks of 32 and their entropies.
     """
-    found, open_rounds = [], dict[int, list[RoundRecord]]()
+    _check_share("passing", passing)
+    generator = np.random.default_rng(seed)
+    found, under_way = [], dict[int, list[RoundRecord]]()
     for _, event in read_trace(path):
         if isinstance(event, RoundRecord):
-            open_rounds.setdefault(event.request, []).append(event)
-        elif isinstance(event, FinishRecord) and (rounds := open_rounds.pop(event.request, None)):
+            under_way.setdefault(event.request, []).append(event)
+        elif isinstance(event, FinishRecord) and (rounds := under_way.pop(event.request, None)):
             entropies = [nats for r in rounds for nats in r.entropies]
-            committed = tuple(len(r.committed) for r in rounds)
-            if rounds[0].block_size != LARGEST_BLOCK or len(entropies) != sum(committed):
+            lengths = np.array([len(r.committed) for r in rounds])
+            # Only near the end, where less than a block is left to write, may they be shorter.
+            sizes = [r.block_size for r in rounds]
+            if sizes[0] != LARGEST_BLOCK or sizes != sorted(sizes, reverse=True) or len(entropies) != lengths.sum():
                 raise InputError(
-                    f"{path} has blocks of {rounds[0].block_size} and {len(entropies)} entropies of {sum(committed)} tokens; expected "
-                    f"blocks of {LARGEST_BLOCK} with an entropy a token. Record it with --strategy linear --block-size {LARGEST_BLOCK}."
+                    f"{path} has blocks of {', '.join(map(str, sorted(set(sizes))))} and {len(entropies)} entropies of {lengths.sum()} "
+                    f"tokens; expected blocks of {LARGEST_BLOCK} and an entropy of each token. Record it with `recguide generate "
+                    f"--strategy linear --block-size {LARGEST_BLOCK} --trace …`."
                 )
-            found.append(Recording(committed, np.array(entropies)))
+            passes = generator.random(len(lengths)) < passing
+            found.append(_recording(_ahead(lengths, passes), np.array(entropies)))
     if not found:
-        raise InputError(f"{path} has no finished request. Record at least one to its end.")
+        raise InputError(f"{path} has no request that was recorded to its end; expected one at least. Record it anew.")
     return found
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ConfigError(f"{name} must be a number from 0 to 1; got {value!r}.")
 
 
 def resampled(recordings: Sequence[Recording], count: int, seed: int) -> list[Recording]:
@@ -202,7 +255,7 @@ def b200_costs(model: str) -> CostProfile:
     """
     if model not in MODELS:
         raise ConfigError(f"The model must be one of {', '.join(MODELS)}; got {model!r}.")
-    data = _read("b200.json")
+    data = json.loads((DATA / "b200.json").read_text())
     rounds = tuple(
         RoundCost(int(load), int(size), 0, ms / 2, ms / 2)
         for size, by_load in data["models"][model].items()
@@ -264,8 +317,6 @@ class _Guest(Turn):
     recording: Recording
     admitted_ms: float
     written: int = 0
-    round: int = 0
-    """Of the recording, that it is in."""
 
 
 @dataclass
@@ -326,6 +377,7 @@ class _Serving:
         arrivals: Sequence[float],
     ) -> None:
         self._waiting = deque(zip(range(len(recordings)), arrivals, recordings, strict=True))
+        self._requests = len(recordings)
         self._policy, self._costs, self._concurrency = policy, costs, concurrency
         self._scheduler, self._packed = SCHEDULERS[scheduler](EngineConfig.max_wait), scheduler == "packed"
         self._method = Method(policy, NoBranches())
@@ -354,7 +406,7 @@ class _Serving:
             requests_per_round=runs / steady.rounds,
             mean_wait=steady.waited / runs,
             longest_wait=steady.longest_wait,
-            queue_ms=steady.queued_ms / (len(steady.speeds) + len(steady.speeds)),
+            queue_ms=steady.queued_ms / self._requests,
         )
 
     def _admit(self) -> None:
@@ -386,20 +438,37 @@ class _Serving:
 
     def _commit(self, guest: _Guest) -> None:
         request, recording = guest.request, guest.recording
-        end = recording.ends[guest.round]
-        committed = min(end - guest.written, request.block_size)
-        self._policy.observe(recording.record(request.id, request.rounds, guest.written, request.block_size, committed))
+        record = recording.record(request.id, request.rounds, guest.written, request.block_size)
+        self._policy.observe(record)
         request.rounds += 1
-        guest.written += committed
-        guest.round += guest.written == end
-        self._tokens += committed
-        if guest.written == recording.ends[-1]:
+        guest.written += len(record.committed)
+        self._tokens += len(record.committed)
+        if record.outcome is Outcome.STOPPED:
             request.finished = "eos"
             self._policy.forget(request.id)
             self._counts.speeds.append(guest.written / (self._now - guest.admitted_ms))
 
 
 # --- who chooses ---
+
+
+class Foresight(Oracle):
+    """
+    [`~policy.Oracle`] where a block that begins inside of a recorded round may get past its end.
+
+    Args:
+        recordings (`Sequence[Recording]`): of requests 0, 1, 2, …
+        costs (`CostProfile`): what a round costs.
+    """
+
+    def __init__(self, recordings: Sequence[Recording], costs: CostProfile) -> None:
+        super().__init__({i: recording.committed for i, recording in enumerate(recordings)}, costs)
+        self._ahead = [recording.ahead for recording in recordings]
+
+    def block_size(self, request: int, load: int) -> int:
+        self._loads[request] = load
+        ahead, price = self._ahead[request][self._written.get(request, 0)], self._prices.at(load).value
+        return max(self._sizes, key=lambda size: min(ahead, size) - price * self._costs.round_ms(load, size))
 
 
 def contenders(
@@ -420,7 +489,7 @@ def contenders(
         match name:
             case "fixed":
                 for size in costs.block_sizes:
-                    makers[f"fixed-{size}" if size > 1 else "ar"] = lambda size=size: FixedBlock(size)
+                    makers[f"fixed-{size}" if size > 1 else "ar"] = partial(FixedBlock, size)
             case "concurrency_table":
                 makers[name] = ConcurrencyTable
             case "aimd":
@@ -428,12 +497,7 @@ def contenders(
             case "verification_guided":
                 makers[name] = lambda: VerificationGuided(progress(), costs)
             case "oracle":
-                known = {i: recording.committed for i, recording in enumerate(recordings)}
-                makers[name] = lambda: Oracle(known, costs)
+                makers[name] = lambda: Foresight(recordings, costs)
             case _:
                 raise ConfigError(f"Policies must be of {', '.join(POLICIES)}; got {name!r}.")
     return makers
-
-
-def _read(name: str) -> Any:
-    return json.loads((DATA / name).read_text())

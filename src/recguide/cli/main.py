@@ -31,6 +31,7 @@ from . import benchmark, load_benchmark
 from .calibration import calibrate, profile, whole_numbers
 from .doctor import diagnose
 from .loading import TINY, chat_ids, errors, load, readable_errors
+from .simulate import simulate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -303,6 +304,7 @@ def _lossless() -> Iterator[None]:
 
 app.command()(profile)
 app.command()(calibrate)
+app.command()(simulate)
 
 
 @app.command("train-tiny")

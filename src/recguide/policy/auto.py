@@ -28,8 +28,8 @@ PRIOR_COMMITTED = {8: 4.5, 16: 6.5, 32: 7.5}
 """Expected tokens without a calibration: in the range of Table 2 of arXiv 2609.34388, on the careful side."""
 PRIOR_FIRST = 0.85
 """Odds, to begin with, that a draft's first token is right."""
-EXPLORE = 100
-"""One draft in so many has the length that has been tried least, so that none is given up on early figures."""
+EXPLORE = 32
+"""One draft begun in so many has the length that has been tried least, so that none is given up on early figures."""
 LEARNING = 0.02
 MOST_BRANCHES = 4
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import deque
+from statistics import median
 
 from ..calibration import CostProfile
 from ..structs import ForwardRecord
 
 TOKENS = 128
 """Query tokens of a request that curves reach to."""
-LEARNING = 0.1
-"""Weight of a new measurement in a correction."""
+WINDOW = 15
+"""Last measurements of a size that count."""
+LEAN = 3
+"""Weight, in measurements, of all sizes together."""
 
 
 class ForwardTimes:
@@ -88,30 +92,35 @@ def _between(points: list[tuple[int, float]], x: float) -> float:
 
 
 class _Correction:
-    """Measured over expected, by powers of two of the query tokens; what was not measured is as its neighbours are."""
+    """
+    Measured over expected, by powers of two of the query tokens.
+
+    Medians, since a busy moment of the machine can make one forward many times slower. A size that was seen little leans on all sizes
+    together: a first bad measurement must not keep it from being measured again.
+    """
 
     def __init__(self) -> None:
-        self._logs: dict[int, float] = {}
+        self._recent: dict[int, deque[float]] = {}
+        self._all: deque[float] = deque(maxlen=4 * WINDOW)
+        self._known: list[tuple[int, float]] = []
 
     def observe(self, tokens: int, ratio: float) -> None:
-        bucket, value = tokens.bit_length(), math.log(ratio)
-        if bucket not in self._logs:
-            self._logs[bucket] = value
-            return
-        # A busy moment of the machine may make one forward many times slower; it counts as twice as slow at the most.
-        step = max(-0.7, min(0.7, value - self._logs[bucket]))
-        self._logs[bucket] += LEARNING * step
+        value = math.log(ratio)
+        self._all.append(value)
+        self._recent.setdefault(tokens.bit_length(), deque(maxlen=WINDOW)).append(value)
+        together = median(self._all)
+        self._known = [
+            (bucket, (len(seen) * median(seen) + LEAN * together) / (len(seen) + LEAN))
+            for bucket, seen in sorted(self._recent.items())
+        ]
 
     def at(self, tokens: int) -> float:
-        if not self._logs:
+        """What was not measured is as its neighbours are."""
+        if not self._known:
             return 1.0
-        known = sorted(self._logs)
         place = math.log2(tokens) + 1
-        if place <= known[0] or len(known) == 1:
-            return math.exp(self._logs[known[0]])
-        if place >= known[-1]:
-            return math.exp(self._logs[known[-1]])
-        right = bisect_left(known, place)
-        low, high = known[right - 1], known[right]
-        share = (place - low) / (high - low)
-        return math.exp((1 - share) * self._logs[low] + share * self._logs[high])
+        right = bisect_left(self._known, (place,))
+        if right in (0, len(self._known)):
+            return math.exp(self._known[min(right, len(self._known) - 1)][1])
+        (low, before), (high, after) = self._known[right - 1 : right + 1]
+        return math.exp(before + (after - before) * (place - low) / (high - low))
