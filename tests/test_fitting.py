@@ -136,6 +136,24 @@ def test_what_no_block_was_long_enough_for_stays_as_it_was_known() -> None:
     assert expected[32] - expected[8] == pytest.approx(beyond, rel=0.15)
 
 
+def test_certainties_that_the_policy_did_not_meet_stay_as_they_were_known() -> None:
+    rng = Random(4)
+    first = [
+        [
+            a_round(geometric(rng, 0.9), 0.25) if rng.random() < 0.5 else a_round(1 + rng.randrange(3), 2.0)
+            for _ in range(40)
+        ]
+        for _ in range(20)
+    ]
+    met = [[met_round(geometric(rng, 0.95), 16) for _ in range(30)] for _ in range(20)]
+    before, after = fit_progress(first, HERE).strata["all"], fit_progress(first, HERE, met=met).strata["all"]
+    assert after.edges == before.edges
+    unsure, sure = before.bin_of(-2.0), before.bin_of(-0.25)
+    assert after.expected[unsure] == pytest.approx(before.expected[unsure])
+    assert after.expected[sure][16] == pytest.approx(tokens_of(0.95, 16), rel=0.03)
+    assert after.counts[sure] == 20 * 29
+
+
 def test_histories_are_those_that_the_policy_met() -> None:
     first = [[a_round(12, 0.5) for _ in range(30)] for _ in range(5)]
     met = [[met_round(12, size, 0.25) for _ in range(15) for size in (8, 32)] for _ in range(5)]

@@ -25,7 +25,9 @@ LEAST_ROUNDS = 40
 
 POSITIONS = (1, 2, 3, 5, 9, 17)
 PRIOR_ROUNDS = 20
-"""Weight of what is known already: of all positions together in the rates of one group, of a first table in a refitted one."""
+"""Weight of all positions together in the rates of one group."""
+FIRST_ROUNDS = 5
+"""Weight of a first table in each bin of a refitted one: it decides what the policy did not meet, and little else."""
 RELIABILITY_BINS = 10
 
 Observation = tuple[str, float, int, int]
@@ -58,8 +60,8 @@ def fit_progress(
         shadowed (`Sequence[Sequence[RoundRecord]]`):
             For each prompt, rounds of shorter blocks from where one of its rounds began, for the quality alone.
         met (`Sequence[Sequence[RoundRecord]]`):
-            Each prompt's rounds under the policy that the table is for. The strata are then refitted to the histories of these rounds; what
-            their blocks were too short to show stays as the first fit has it.
+            Each prompt's rounds under the policy that the table is for. The strata are then refitted to the histories of these rounds;
+            what these did not meet, or were too short to show, stays as the first fit has it.
 
     Raises:
         CalibrationError: too few rounds.
@@ -184,14 +186,18 @@ def _fit_stratum(rounds: NDArray[np.float64], first: Stratum | None) -> Stratum:
 
     Args:
         rounds (`np.ndarray`): `float64[N, 3]`: certainty, committed tokens, block.
-        first (`Stratum`, *optional*): counts as so many rounds of a block of 32 ([`PRIOR_ROUNDS`]); needed where blocks are shorter.
+        first (`Stratum`, *optional*): counts as a few rounds of 32 ([`FIRST_ROUNDS`]) in each of its bins, which are kept.
+            Needed where blocks are shorter than 32.
     """
     certainty, committed, block = rounds.T
-    edges, place, counts = _bins(certainty, MOST_BINS)
-    known = np.zeros((len(counts), LARGEST_BLOCK))
-    if first is not None:
-        rows = np.array(first.survival)[np.searchsorted(first.edges, certainty, side="right")]
-        known += PRIOR_ROUNDS * np.stack([rows[place == one].mean(axis=0) for one in range(len(counts))])
+    if first is None:
+        edges, place, counts = _bins(certainty, MOST_BINS)
+        known = np.zeros((len(counts), LARGEST_BLOCK))
+    else:
+        # Its bins, since a policy meets some certainties seldom, and another load may meet them often.
+        edges, known = np.array(first.edges), FIRST_ROUNDS * np.array(first.survival)
+        place = np.searchsorted(edges, certainty, side="right")
+        counts = np.bincount(place, minlength=len(known))
     odds = np.ones(len(counts))
     survival = np.ones((len(counts), LARGEST_BLOCK))
     for k in range(2, LARGEST_BLOCK + 1):

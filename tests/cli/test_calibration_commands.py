@@ -26,7 +26,7 @@ from recguide.testing import toy_model
 
 runner = CliRunner()
 PROFILE = ("profile", "--loads", "1,2", "--block-size", "1,8", "--context", "5,9", "--repeats", "1")
-CALIBRATE = ("calibrate", "--prompts", "1", "--max-new-tokens", "50", "--shadow-rounds", "4")
+CALIBRATE = ("calibrate", "--prompts", "1", "--max-new-tokens", "42", "--shadow-rounds", "4")
 HERE = Fingerprint("0123", "float32", "cpu", "torch_sdpa", True)
 
 

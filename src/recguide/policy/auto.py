@@ -1,9 +1,10 @@
 """One rule for every load: whatever a round may do is priced in the same currency.
 
-A committed token is worth 1. A millisecond costs the rate at which tokens are being committed anyway ([`Price`]), since that is
-what it would bring elsewhere. How much of a block is verified, which branches ride along and how long they are: each is taken as
-far as it is expected to bring more than it costs. Spare compute at low load lets branches ride along; a busy machine shortens them,
-down to plain decoding; no threshold lies between.
+A committed token is worth 1. A millisecond costs the rate at which the request commits tokens anyway, since that is what it would bring
+otherwise: the rate that all achieve ([`Price`]), higher or lower as its own last rounds foretell. A request must cross the hard
+stretches of its text whatever they cost, so there a millisecond is worth less. How much of a block is verified, which branches ride
+along and how long they are: each is taken as far as it is expected to bring more than it costs. Spare compute at low load lets
+branches ride along; a busy machine shortens them, down to plain decoding; no threshold lies between.
 
 There are no draft forwards. A request without a draft verifies its seed alone, which commits a token, and a continuation branch
 drafts beside it what may follow. Where that branch's first prediction is the committed token the draft is as good as one made
@@ -87,24 +88,24 @@ class Auto(BlockPolicy):
         """How much of a draft is verified, and what rides along; see [`~branching.BranchingRule`]."""
         if not draft.guesses:
             return self._bootstrap(request, remaining)
-        price, ms = self._price.value, self._times.curve("verify", self._load)
-        # Odds that the first i drafted tokens are all accepted: for those that are verified, and for the first that is not.
-        survival, beyond = [1.0], 0.0
+        expected, ms = self._expected(request), self._times.curve("verify", self._load)
+        price = self._local_price(expected)
+        # Odds that the first i drafted tokens are all accepted. As many are verified as are worth their time.
+        survival, worth, best, verified = [1.0], 1 - price * ms[1], 1 - price * ms[1], 1
         for i, guess in enumerate(draft.guesses, start=1):
-            odds = survival[-1] * self._odds.acceptance(guess.probability, i)
-            # One token more is worth verifying if the odds that all up to it are accepted pay for its time.
-            if odds <= price * (ms[i + 1] - ms[i]):
-                beyond = odds
-                break
-            survival.append(odds)
-        verified = len(survival)
-        saved = self._saved(self._expected(request))
+            survival.append(survival[-1] * self._odds.acceptance(guess.probability, i))
+            worth += survival[i] - price * (ms[i + 1] - ms[i])
+            if worth > best:
+                best, verified = worth, i + 1
+        beyond = survival[verified] if verified < len(survival) else 0.0
+        del survival[verified:]
+        saved = self._saved(expected, price)
         least = price * (ms[min(verified + BLOCK_SIZES[0], TOKENS)] - ms[verified]) / max(*saved.values(), 1e-9)
         supposed = self._suppositions(draft, survival, beyond, least, eos)
         branches: list[Branch] = []
         tokens, gained = verified, 0.0
         for odds, kind, depth, replacement in sorted(supposed, key=lambda one: -one[0])[:MOST_BRANCHES]:
-            size, gain = self._best_branch(odds, tokens, remaining - depth, saved)
+            size, gain = self._best_branch(odds, tokens, remaining - depth, saved, price)
             if gain <= 0:
                 break
             branches.append(Branch(kind, depth, size, replacement))
@@ -119,13 +120,23 @@ class Auto(BlockPolicy):
         """At the present load; loads within a factor of two have one together, so that one that wavers has one price."""
         key = self._load.bit_length()
         if key not in self._prices:
-            ms = self._times.curve("verify", self._load)
-            # A draft and its verification: two forwards. Or plain decoding.
-            cycles = [(1.0, ms[1])]
-            cycles += [(1 + self._mean[s], ms[1 + s] + ms[s]) for s in BLOCK_SIZES]
-            tokens, spent = max(cycles, key=lambda cycle: cycle[0] / cycle[1])
-            self._prices[key] = Price(tokens / spent, spent)
+            self._prices[key] = Price(self._cycle_rate(self._mean), 2 * self._times.curve("verify", self._load)[16])
         return self._prices[key]
+
+    def _local_price(self, expected: dict[int, float]) -> float:
+        """Of a request's milliseconds: what is achieved, as much higher or lower as its prospects are than the mean's."""
+        return self._price.value * self._cycle_rate(expected) / self._cycle_rate(self._mean)
+
+    def _cycle_rate(self, expected: dict[int, float]) -> float:
+        """Tokens a millisecond of drafting beside a seed and verifying that, at the best length; or of plain decoding."""
+        ms = self._times.curve("verify", self._load)
+        rates = [
+            (1 + tokens) / (ms[1 + size] + ms[self._likely_verified(size, tokens)]) for size, tokens in expected.items()
+        ]
+        return max(1 / ms[1], *rates)
+
+    def _likely_verified(self, size: int, tokens: float) -> int:
+        return round(self._lessons[size].verified or min(size, tokens + 4))
 
     @cached_property
     def _mean(self) -> dict[int, float]:
@@ -148,17 +159,22 @@ class Auto(BlockPolicy):
             table = {size: row[size] for size in BLOCK_SIZES}
         return {size: tokens * self._lessons[size].ratio for size, tokens in table.items()}
 
-    def _saved(self, expected: dict[int, float]) -> dict[int, float]:
-        """What having a draft of each length is worth, over having none."""
-        price, ms = self._price.value, self._times.curve("verify", self._load)
-        return {
-            size: tokens - price * ms[round(self._lessons[size].verified or min(size, tokens + 4))] + self._later
+    def _saved(self, expected: dict[int, float], price: float) -> dict[int, float]:
+        """What having a draft of each length is worth, over having none: a seed then, with or without a draft beside it."""
+        ms = self._times.curve("verify", self._load)
+        having = {
+            size: tokens - price * ms[self._likely_verified(size, tokens)] + self._later
             for size, tokens in expected.items()
         }
+        begun = [1 - price * ms[1 + size] + self._first * worth for size, worth in having.items()]
+        none = max(1 - price * ms[1], *begun)
+        return {size: worth - none for size, worth in having.items()}
 
-    def _best_branch(self, odds: float, tokens: int, remaining: int, saved: dict[int, float]) -> tuple[int, float]:
+    def _best_branch(
+        self, odds: float, tokens: int, remaining: int, saved: dict[int, float], price: float
+    ) -> tuple[int, float]:
         """The length of a branch beside `tokens` others that is expected to gain most, and how much; 0: none gains."""
-        price, ms = self._price.value, self._times.curve("verify", self._load)
+        ms = self._times.curve("verify", self._load)
         best, most = 0, 0.0
         for size in BLOCK_SIZES:
             length = min(size, remaining)
@@ -173,7 +189,9 @@ class Auto(BlockPolicy):
 
     def _bootstrap(self, request: int, remaining: int) -> BranchChoice:
         """A request without a draft: its seed, and beside it a draft of what follows, if that pays."""
-        size, _ = self._best_branch(self._first, 1, remaining - 1, self._saved(self._expected(request)))
+        expected = self._expected(request)
+        price = self._local_price(expected)
+        size, _ = self._best_branch(self._first, 1, remaining - 1, self._saved(expected, price), price)
         self._seeds += 1
         if self._seeds % EXPLORE == 0:
             size = min(BLOCK_SIZES, key=lambda one: self._lessons[one].tried)

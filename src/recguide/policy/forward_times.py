@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import deque
 from statistics import median
@@ -22,51 +21,54 @@ class ForwardTimes:
     """
     Milliseconds of draft and verify forwards.
 
-    A profile, or without one a straight line of no scale, says what to expect; the times of real forwards correct it, by kind and
-    by the total of query tokens. So a machine without a profile is known after a few rounds, and one that changes is followed.
+    A profile, or without one a straight line of no scale, gives the shape: a fixed part, and what query tokens add to it. The times of
+    real forwards scale both parts, for each kind of forward. So a machine without a profile is known after a few rounds, one that
+    changes is followed, and a curve never gets bumps that were only noise.
 
     Args:
         profile (`CostProfile`, *optional*): measured rounds.
     """
 
     def __init__(self, profile: CostProfile | None = None) -> None:
-        self._draft = _Grid(
-            [(c.load, c.block_size, c.draft_ms) for c in profile.rounds if c.draft_ms] if profile else ()
-        )
-        self._verify = _Grid([(c.load, c.block_size, c.verify_ms) for c in profile.rounds] if profile else ())
-        self._corrections = {"draft": _Correction(), "verify": _Correction()}
+        rounds = profile.rounds if profile else ()
+        self._grids = {
+            "draft": _Grid([(c.load, c.block_size, c.draft_ms) for c in rounds if c.draft_ms]),
+            "verify": _Grid([(c.load, c.block_size, c.verify_ms) for c in rounds]),
+        }
+        self._scales = {"draft": _Scales(), "verify": _Scales()}
         self._curves: dict[tuple[str, int], list[float]] = {}
         self._seen = 0
 
     def curve(self, kind: str, load: int) -> list[float]:
         """`[129]`: milliseconds of a `draft` or `verify` forward of `load` requests, by the query tokens of each."""
         if (kind, load) not in self._curves:
-            correction = self._corrections[kind]
-            self._curves[kind, load] = [
-                self._expected(kind, load, tokens) * correction.at(load * max(tokens, 1))
-                for tokens in range(TOKENS + 1)
-            ]
+            self._curves[kind, load] = [self._scaled(kind, load, tokens) for tokens in range(TOKENS + 1)]
         return self._curves[kind, load]
 
     def observe(self, record: ForwardRecord) -> float:
         """Learn from a forward that was run; returns its milliseconds, with the noise of the moment smoothed out."""
         requests, kind = len(record.requests), "draft" if record.kind == "draft" else "verify"
-        expected = self._expected(kind, requests, record.query_tokens / requests)
-        self._corrections[kind].observe(record.query_tokens, 1000 * record.elapsed / expected)
+        tokens = record.query_tokens / requests
+        grid = self._grids[kind]
+        expected = grid.at(requests, tokens)
+        fixed_share = min(grid.at(requests, 0) / expected, 1.0)
+        self._scales[kind].observe(record.query_tokens, fixed_share, 1000 * record.elapsed / expected)
         self._seen += 1
         # Curves are made anew now and then, not for every forward.
         if self._seen < 32 or self._seen % 32 == 0:
             self._curves.clear()
-        return expected * self._corrections[kind].at(record.query_tokens)
+        return self._scaled(kind, requests, tokens)
 
-    def _expected(self, kind: str, load: int, tokens: float) -> float:
-        return (self._draft if kind == "draft" else self._verify).at(load, tokens)
+    def _scaled(self, kind: str, load: int, tokens: float) -> float:
+        grid, scales = self._grids[kind], self._scales[kind]
+        fixed = grid.at(load, 0)
+        return scales.fixed * fixed + scales.each * (grid.at(load, tokens) - fixed)
 
 
 class _Grid:
     """Measured milliseconds by load and tokens a request; straight lines between them and beyond the last."""
 
-    def __init__(self, cells: list[tuple[int, int, float]] | tuple[()]) -> None:
+    def __init__(self, cells: list[tuple[int, int, float]]) -> None:
         sums: dict[int, dict[int, list[float]]] = {}
         for load, tokens, ms in cells:
             sums.setdefault(load, {}).setdefault(tokens, []).append(ms)
@@ -91,36 +93,32 @@ def _between(points: list[tuple[int, float]], x: float) -> float:
     return max(y0 + (y1 - y0) * (x - x0) / (x1 - x0), y0 / 4)
 
 
-class _Correction:
+class _Scales:
     """
-    Measured over expected, by powers of two of the query tokens.
+    Factors of a forward's fixed part and of what its tokens add.
 
-    Medians, since a busy moment of the machine can make one forward many times slower. A size that was seen little leans on all sizes
-    together: a first bad measurement must not keep it from being measured again.
+    For each power of two of query tokens the median of measured over expected is taken, since a busy moment of the machine can make one
+    forward many times slower; least squares over these give the factors. Both lean on the median of all, so that sizes that were
+    seen little do not set them far apart.
     """
 
     def __init__(self) -> None:
-        self._recent: dict[int, deque[float]] = {}
+        self.fixed = self.each = 1.0
+        self._by_size: dict[int, deque[tuple[float, float]]] = {}
         self._all: deque[float] = deque(maxlen=4 * WINDOW)
-        self._known: list[tuple[int, float]] = []
 
-    def observe(self, tokens: int, ratio: float) -> None:
-        value = math.log(ratio)
-        self._all.append(value)
-        self._recent.setdefault(tokens.bit_length(), deque(maxlen=WINDOW)).append(value)
+    def observe(self, tokens: int, fixed_share: float, ratio: float) -> None:
+        self._all.append(ratio)
+        self._by_size.setdefault(tokens.bit_length(), deque(maxlen=WINDOW)).append((fixed_share, ratio))
         together = median(self._all)
-        self._known = [
-            (bucket, (len(seen) * median(seen) + LEAN * together) / (len(seen) + LEAN))
-            for bucket, seen in sorted(self._recent.items())
-        ]
-
-    def at(self, tokens: int) -> float:
-        """What was not measured is as its neighbours are."""
-        if not self._known:
-            return 1.0
-        place = math.log2(tokens) + 1
-        right = bisect_left(self._known, (place,))
-        if right in (0, len(self._known)):
-            return math.exp(self._known[min(right, len(self._known) - 1)][1])
-        (low, before), (high, after) = self._known[right - 1 : right + 1]
-        return math.exp(before + (after - before) * (place - low) / (high - low))
+        # Normal equations of `ratio = fixed * share + each * (1 - share)`, with the leaning as two more measurements.
+        a, b, c = float(LEAN), float(LEAN), 0.0
+        d = e = LEAN * together
+        for seen in self._by_size.values():
+            shares, ratios = zip(*seen, strict=True)
+            share, value, n = median(shares), median(ratios), len(seen)
+            a, b, c = a + n * share**2, b + n * (1 - share) ** 2, c + n * share * (1 - share)
+            d, e = d + n * share * value, e + n * (1 - share) * value
+        determinant = a * b - c * c
+        self.fixed = max((d * b - e * c) / determinant, together / 4)
+        self.each = max((a * e - c * d) / determinant, together / 4)
