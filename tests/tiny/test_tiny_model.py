@@ -120,12 +120,12 @@ def test_many_prompts_sampled_equal_plain_sampling(setting: dict[str, Any]) -> N
         assert texts[0].equal(texts[1])
 
 
-def figures(strategy: str, block_size: int = 16) -> DecodeMetrics:
+def figures(strategy: str, block_size: int = 16, prompt_count: int = 6, max_new_tokens: int = 96) -> DecodeMetrics:
     metrics = DecodeMetrics()
-    for prompt in prompts()[:6]:
+    for prompt in prompts()[:prompt_count]:
         model().generate(
             **encode([prompt]),
-            max_new_tokens=96,
+            max_new_tokens=max_new_tokens,
             do_sample=False,
             generation_strategy=strategy,
             recguide_config={"block_size": block_size},
@@ -144,12 +144,12 @@ def test_branches_save_forwards_and_stay_small() -> None:
 
 def test_the_draft_adapter_matters() -> None:
     """Without it drafts are worse: an adapter lost on the way would show here."""
-    with_adapter = figures("linear").mean_committed
+    with_adapter = figures("linear", prompt_count=12, max_new_tokens=160).mean_committed
     scales = {delta: delta.scale for delta in draft_adapter_of(model()).values()}
     try:
         for delta in scales:
             delta.scale = 0.0
-        without = figures("linear").mean_committed
+        without = figures("linear", prompt_count=12, max_new_tokens=160).mean_committed
     finally:
         for delta, scale in scales.items():
             delta.scale = scale

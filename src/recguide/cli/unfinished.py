@@ -16,7 +16,7 @@ from ..calibration import Fingerprint
 from ..errors import CalibrationError
 from .loading import errors
 
-VERSION = 1
+WHAT, VERSION = "recguide unfinished", 1
 
 
 class Unfinished:
@@ -39,8 +39,7 @@ class Unfinished:
         self.done: dict[str, Any] = {}
         """What each step has come to."""
         self._path = path
-        self._header = {"what": "recguide unfinished", "version": VERSION, "fingerprint": asdict(fingerprint)}
-        self._header["arguments"] = arguments
+        self._of = {"fingerprint": asdict(fingerprint), "arguments": arguments}
         if path.is_file():
             self._read()
 
@@ -61,7 +60,8 @@ class Unfinished:
 
     def add(self, step: str, result: Any) -> None:
         """Write down what a step has come to, as values that JSON knows."""
-        lines = [[step, result]] if self.done else [self._header, [step, result]]
+        lines: list[Any] = [] if self.done else [{"what": WHAT, "version": VERSION, **self._of}]
+        lines.append([step, result])
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines))
@@ -77,7 +77,7 @@ class Unfinished:
             values = [json.loads(line) for line in lines]
             self.done = dict(values[1:])
             wrong = self._differing(values[0]) if self.done else ""
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             wrong = f"is not a file of finished steps ({error!r})"
         if wrong:
             raise CalibrationError(f"{self._path} {wrong}. Delete it to measure anew.")
@@ -85,12 +85,12 @@ class Unfinished:
 
     def _differing(self, header: dict[str, Any]) -> str:
         """What is wrong with a header."""
-        if (header["what"], header["version"]) != (self._header["what"], VERSION):
-            return f"is {(header['what'], header['version'])}; expected {(self._header['what'], VERSION)}"
+        if (header["what"], header["version"]) != (WHAT, VERSION):
+            return f"is {(header['what'], header['version'])}; expected {(WHAT, VERSION)}"
         differing = [
             f"{name} {header[part].get(name)!r}, here {value!r}"
-            for part in ("fingerprint", "arguments")
-            for name, value in self._header[part].items()
+            for part, values in self._of.items()
+            for name, value in values.items()
             if header[part].get(name) != value
         ]
         return f"has the finished steps of another run ({'; '.join(differing)})" if differing else ""

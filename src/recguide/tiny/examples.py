@@ -1,10 +1,10 @@
 """A few prompts of each family, from the test split, for a first look that needs no extra package."""
 
 EXAMPLES = {
-    "math": "Iris has 29 hens on the farm. First, after a good year there are 2 times as many hens. Next, Iris splits the hens into 2 "
-    "equal herds and keeps one herd. Then Iris sells 2 hens to Omar. How many hens live on the farm now?",
+    "math": "Liam brings 14 plums to the market. First, Liam throws away 8 bad plums. Later, Liam buys 6 plums from a friend. After "
+    "that, Liam packs the plums into 2 equal crates and keeps one crate. How many plums does Liam have at the end?",
     "code": "Write a Python function `shape_phrase(phrase)` that keeps the words at most 5 letters long, puts each word with a "
     'capital letter, and joins them with "/". Trace it for "lamp stone river winter ship".',
-    "text": "Describe a key for sale at the island in 6 sentences. The text must include a fox and a basket. Separate the 3 "
-    "paragraphs with ***.",
+    "text": "Write a letter from Greta the rabbit to Rosa the mouse. Greta is at the market. Mention the umbrella and then the map. "
+    'Add a "P.S." about a basket.',
 }
