@@ -22,7 +22,9 @@ COSTS = CostProfile(
     HERE, (RoundCost(1, 8, 64, 1.0, 2.0), RoundCost(1, 8, 256, 2.0, 3.0), RoundCost(4, 8, 64, 4.0, 6.0))
 )
 SURVIVAL = tuple(max(0.0, 1 - k / 40) for k in range(32))
-PROGRESS = ProgressTable(HERE, {"all": Stratum((-0.5,), (SURVIVAL, (1.0,) * 32), (3, 4))}, 7, DraftOdds(), {"rounds": 7})
+PROGRESS = ProgressTable(
+    HERE, {"all": Stratum((-0.5,), (SURVIVAL, (1.0,) * 32), (3, 4))}, 7, DraftOdds(), {"rounds": 7}
+)
 
 
 @pytest.mark.parametrize("table", [COSTS, PROGRESS])

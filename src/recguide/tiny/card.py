@@ -47,9 +47,9 @@ Made by `recguide.tiny.tasks`, without end, from seeds:
 * **text**: {text} kinds of instructions, scored by rules
 * {prose:.0%} prose and code of Python's standard library
 
-A first stretch of the training draws from a wider mixture (split `wide`): numbers up to 60, {wide_gsm} templates of `gsm_symbolic`, names that say
-nothing of who bears them. What is trained on last, tested and benchmarked is narrower: in texts every animal has a name of its own,
-and in stories only the hero has one.
+A first stretch of the training draws from a wider mixture (split `wide`): numbers up to 60, {wide_gsm} templates of `gsm_symbolic`, names
+that say nothing of who bears them. What is trained on last, tested and benchmarked is narrower: in texts every animal has a name
+of its own, and in stories only the hero has one.
 
 Which of train and test an instance belongs to is a property of its prompt; the split `unseen` holds templates that training
 never saw.
