@@ -140,15 +140,18 @@ def run(model: Any, prompts: Sequence[list[int]], processors: list[Any], block_s
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Model directory or hub name.")] = recguide.tiny_path(),
+    model: Annotated[
+        str, typer.Argument(help="recguide-tiny (embedded), a directory, or a hub name.")
+    ] = "recguide-tiny",
     prompts: Annotated[int, typer.Option(help="Prompts, over the three suites.", min=3)] = 30,
     block_size: Annotated[int, typer.Option()] = 16,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Acceptance of shared noise against the maximal coupling, and the worth of processors on drafts."""
     torch.set_num_threads(1)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    path = recguide.tiny_path() if model == "recguide-tiny" else model
+    network = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(path)
     ids = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": make_task(family, "test", i).prompt}], add_generation_prompt=True

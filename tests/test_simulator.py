@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from recguide import ConfigError, RoundRecord
-from recguide.calibration import CostProfile, Fingerprint, RoundCost
+from recguide.calibration import CostProfile, Fingerprint, ProgressTable, RoundCost
 from recguide.cli.main import app
 from recguide.engine.scheduler import SCHEDULERS, Bucketed
 from recguide.errors import InputError
@@ -310,10 +310,14 @@ def test_what_cannot_be_served_is_refused() -> None:
 # --- policies ---
 
 
+@pytest.fixture(scope="module")
+def table() -> ProgressTable:
+    return fit_recordings(random_recordings(100, 1), HERE)
+
+
 @pytest.mark.parametrize("load", [4, 32, 128])
-def test_knowing_what_will_be_accepted_is_worth_most(load: int) -> None:
-    recordings = random_recordings(load + 150, 0)
-    table = fit_recordings(random_recordings(150, 1), HERE)
+def test_knowing_what_will_be_accepted_is_worth_most(load: int, table: ProgressTable) -> None:
+    recordings = random_recordings(load + 60, 0)
     makers = contenders(POLICIES, COSTS, recordings, lambda: table)
     assert list(makers) == ["fixed-8", "fixed-16", "fixed-32", *POLICIES[1:]]
     speeds = {name: simulate(recordings, make(), COSTS, "packed", load).tokens_per_s for name, make in makers.items()}
@@ -333,8 +337,8 @@ def test_foresight_is_the_oracle_where_nothing_gets_past_a_round() -> None:
 def test_better_prediction_is_worth_more() -> None:
     speeds = []
     for prediction in (0.0, 1.0):
-        table = fit_recordings(random_recordings(150, 1, prediction), HERE)
-        recordings = random_recordings(150, 0, prediction)
+        table = fit_recordings(random_recordings(100, 1, prediction), HERE)
+        recordings = random_recordings(120, 0, prediction)
         speeds.append(simulate(recordings, VerificationGuided(table, COSTS), COSTS, "packed", 64).tokens_per_s)
     assert speeds[1] > 1.02 * speeds[0]
 
@@ -372,7 +376,7 @@ def call(*arguments: str) -> Any:
 def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recguide.cli.simulate.FIT_REQUESTS", 60)
     file = tmp_path / "figures.json"
-    arguments = ["--model", "nld-8b", "--concurrency", "2,8", "--requests", "60", "--schedulers", "packed,padded"]
+    arguments = ["--model", "nld-8b", "--concurrency", "2,8", "--requests", "30", "--schedulers", "packed,padded"]
     result = call(*arguments, "--json", str(file))
     assert result.exit_code == 0, result.output
     record = json.loads(file.read_text())
@@ -410,7 +414,18 @@ def test_the_command_serves_a_trace_and_draws(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     requests = [[traced(0, 32, 1 + (i * j) % 32) for j in range(1, 12)] for i in range(1, 13)]
     trace, picture = write(tmp_path / "trace.jsonl", *requests), tmp_path / "frontier.png"
-    arguments = ["--trace", str(trace), "--requests", "12", "--concurrency", "2,4", "--schedulers", "packed"]
+    arguments = [
+        "--model",
+        "nld-14b",
+        "--trace",
+        str(trace),
+        "--requests",
+        "12",
+        "--concurrency",
+        "2,4",
+        "--schedulers",
+        "packed",
+    ]
     result = call(*arguments, "--plot", str(picture))
     assert result.exit_code == 0, result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
