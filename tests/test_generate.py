@@ -195,7 +195,7 @@ def test_eos_in_the_middle_of_an_accepted_block(
     assert got.cache.get_seq_length() == 8
     (finish,) = record.finished
     assert (finish.reason, finish.prompt_tokens, finish.new_tokens) == ("eos", 4, 5)
-    if strategy != "ar":
+    if strategy not in ("ar", "auto"):
         (only,) = record.rounds
         assert len(only.draft.tokens) == BLOCK - 1
         assert only.committed == tuple(likely[1:5])

@@ -514,9 +514,9 @@ def test_settled_guesses_stand_in_the_next_draft_forward() -> None:
     seen: list[list[int]] = []
 
     class Spy(ScriptedDrafts):
-        def forward(self, rows: Any, kv: Any, best: int = 1, samplings: Any = ()) -> Any:
+        def forward(self, rows: Any, kv: Any, *args: Any, **kwargs: Any) -> Any:
             seen.extend(list(s.tokens) for row in rows for s in row if s.bidirectional)
-            return super().forward(rows, kv, best, samplings)
+            return super().forward(rows, kv, *args, **kwargs)
 
     prompt = PROMPTS[0]
     truth = true_token(prompt)

@@ -429,7 +429,7 @@ def test_the_command_serves_a_trace_and_draws(tmp_path: Path) -> None:
     result = call(*arguments, "--plot", str(picture))
     assert result.exit_code == 0, result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "trace.jsonl" in result.output
+    assert "trace.jsonl" in result.output.replace("\n", "")
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_an_interrupted_calibration_comes_to_the_same(monkeypatch: pytest.Monkey
     whole = call(*CALIBRATE, "--on-policy", "--tables", "others", "--figures", "pictures")
     assert whole.exit_code == 0, whole.output
     assert len(calls) == 3 + 1 + 3
-    for text in ("left out of the fit", "calibration error", "shorter blocks commit", "under the policy", "refitted"):
+    for text in ("left out of the fit", "calibration error", "shorter blocks", "under the policy", "refitted"):
         assert text in whole.output
     assert files("others") == ["calibration.json", "profile.json"]
     assert files("pictures") == [
@@ -147,7 +147,7 @@ def test_without_shadow_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recguide.cli.recording.run_shadows", None)
     result = call(*CALIBRATE[:-1], "0")
     assert result.exit_code == 0, result.output
-    assert "shorter blocks commit" not in result.output
+    assert "shorter blocks" not in result.output
 
 
 @pytest.mark.parametrize("command", [PROFILE, CALIBRATE])

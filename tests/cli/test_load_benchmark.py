@@ -144,7 +144,7 @@ def test_outputs_that_differ_are_an_error_in_float32_and_counted_elsewhere(
     monkeypatch.setattr("recguide.cli.main.load", lambda *_: (other, tokenizer))
     monkeypatch.setattr(load_benchmark._Arena, "_alone", lambda *args: [*alone(*args)[:-1], 6])
     result = call("--concurrency", "1", "--strategies", "ar", "--suite", "text", "--json", "load.json")
-    said = result.output.replace("\n", " ")
+    said = " ".join(result.output.split())
     (run,) = json.loads(Path("load.json").read_text())["runs"]
     assert not run["equal_to_ar"]
     assert run["different"] == 2

@@ -215,7 +215,7 @@ def _quality(table: ProgressTable) -> Iterator[Table | str]:
     yield f"odds of acceptance: calibration error {odds['calibration_error']:.3f}, Brier score {odds['brier']:.3f}"
     if "shadow" in quality:
         yield _shown(
-            "what cutting blocks of 32 says, and what shorter blocks commit",
+            "blocks of 32, cut, and shorter blocks",
             ("B", "rounds", "cut", "in truth", "bias"),
             [
                 (
