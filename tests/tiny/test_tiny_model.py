@@ -9,6 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import recguide
+from recguide import RecGuideConfig
+from recguide.adapter import ModelAdapter
+from recguide.attention import resolve_backend
+from recguide.loop import read_tables
 from recguide.metrics import DecodeMetrics
 from recguide.models.draft_adapter import draft_adapter_of
 from recguide.tiny.tasks import FAMILIES, make_task
@@ -162,3 +166,15 @@ def test_the_recipe_is_in_the_card() -> None:
     assert all(f'"steps": {phase.steps}' in card for phase in Recipe().phases)
     assert (WEIGHTS / "loss.png").is_file()
     assert (WEIGHTS / "acceptance.png").is_file()
+
+
+def test_the_tables_of_policies_are_of_these_weights() -> None:
+    """Read by fingerprint: weights that change need tables measured anew."""
+    progress, costs = read_tables(
+        ModelAdapter(model(), resolve_backend()), RecGuideConfig(policy="verification_guided")
+    )
+    assert progress is not None
+    assert costs is not None
+    assert {"all", "8 full", "16 partial"} <= set(progress.strata)
+    assert {1, 8, 16, 32} <= set(costs.block_sizes)
+    assert {1, 2, 4, 8, 16, 32} <= set(costs.loads)
