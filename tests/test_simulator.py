@@ -74,7 +74,7 @@ class AtRandom(BlockPolicy):
 # --- recordings ---
 
 
-@pytest.mark.parametrize("passing", [0.0, 0.65, 1.0])
+@pytest.mark.parametrize("passing", [0.0, 0.8, 1.0])
 def test_random_requests_follow_the_chain_whatever_blocks_inside_of_rounds_do(passing: float) -> None:
     recordings = random_recordings(400, 0, passing=passing)
     counts = np.zeros((3, 3))
@@ -339,7 +339,7 @@ def test_better_prediction_is_worth_more() -> None:
     for prediction in (0.0, 1.0):
         table = fit_recordings(random_recordings(100, 1, prediction), HERE)
         recordings = random_recordings(120, 0, prediction)
-        speeds.append(simulate(recordings, VerificationGuided(table, COSTS), COSTS, "packed", 64).tokens_per_s)
+        speeds.append(simulate(recordings, VerificationGuided(table, COSTS), COSTS, "packed", 32).tokens_per_s)
     assert speeds[1] > 1.02 * speeds[0]
 
 
