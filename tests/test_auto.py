@@ -97,7 +97,7 @@ def test_times_are_learned_without_a_profile() -> None:
     generator = torch.Generator().manual_seed(0)
     for tokens in torch.randint(1, 100, (300,), generator=generator).tolist():
         times.observe(forward("fused", 1, tokens, 5 + tokens / 10))
-    curve = times.curve("verify", 1)
+    curve = times.curve(1)
     for tokens in (1, 16, 40, 90):
         assert curve[tokens] == pytest.approx(5 + tokens / 10, rel=0.15)
 
@@ -109,10 +109,10 @@ def test_a_busy_moment_moves_a_time_little_and_a_lasting_change_is_followed() ->
     times.observe(forward("verify", 1, 16, 1000.0))
     for _ in range(32):
         times.observe(forward("verify", 1, 16, 11.6))
-    assert times.curve("verify", 1)[16] == pytest.approx(11.6, rel=0.05)
+    assert times.curve(1)[16] == pytest.approx(11.6, rel=0.05)
     for _ in range(100):
         times.observe(forward("verify", 1, 16, 23.2))
-    assert times.curve("verify", 1)[16] == pytest.approx(23.2, rel=0.1)
+    assert times.curve(1)[16] == pytest.approx(23.2, rel=0.1)
 
 
 def test_every_length_is_tried_now_and_then() -> None:

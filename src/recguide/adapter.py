@@ -65,7 +65,7 @@ class Predictions:
     A forward's results on the host, one entry an output row.
 
     `best[i]` are the tokens of the highest scores in order, `probabilities[i]` the top two's, `entropies[i]` that of the model's
-    own logits in nats (neither where one token was asked for); excluded tokens take no part in any. Scores are the logits, or what
+    own logits in nats, the last two only where they were asked for; excluded tokens take no part in any. Scores are the logits, or what
     the request's [`Sampling`] makes of them.
     `logits` stay on the device: `float32[N, V]`, as the model gave them; so does the sampled requests' `noise`, `float32[N, V]`.
     """

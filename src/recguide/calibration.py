@@ -15,11 +15,14 @@ from typing import Any, Self
 import numpy as np
 
 from .errors import CalibrationError
+from .files import whole
 
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-LARGEST_BLOCK = 32
+BLOCK_SIZES = (8, 16, 32)
+"""The paper's."""
+LARGEST_BLOCK = max(BLOCK_SIZES)
 ALL = "all"
 """The stratum of rounds whatever came before them."""
 
@@ -267,12 +270,10 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _save(directory: Path, owner: Fingerprint, name: str, data: dict[str, Any]) -> Path:
-    """All of it or nothing: a reader never sees half a file."""
     path = directory / owner.folder / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"what": f"recguide {name}", "version": VERSION, **data}) + "\n")
-    partial.replace(path)
+    with whole(path) as file:
+        file.write_text(json.dumps({"what": f"recguide {name}", "version": VERSION, **data}) + "\n")
     return path
 
 

@@ -32,6 +32,28 @@ class KVCache(Protocol):
         """Keep the first `tokens` of what the last forward wrote for `row`."""
 
 
+class Forgetful:
+    """
+    A [`KVCache`] that forgets what it is told to keep, so that any number of rounds start from the same state.
+
+    Args:
+        kv (`KVCache`): read and written; what it holds stays as it is.
+    """
+
+    def __init__(self, kv: KVCache) -> None:
+        self._kv = kv
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self._kv.lengths
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        return self._kv.write(layer, keys, values, plan)
+
+    def commit(self, row: int, tokens: int) -> None:
+        pass
+
+
 class DenseKV:
     """
     A [`KVCache`] with one stretch of memory a layer, `[R, G, capacity, D]`, grown as needed.

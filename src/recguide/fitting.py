@@ -12,13 +12,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .calibration import ALL, LARGEST_BLOCK, DraftOdds, Fingerprint, ProgressTable, Stratum, stratum_of
+from .calibration import ALL, BLOCK_SIZES, LARGEST_BLOCK, DraftOdds, Fingerprint, ProgressTable, Stratum, stratum_of
 from .errors import CalibrationError, MissingDependencyError
 from .structs import Outcome, RoundRecord
 
 T = TypeVar("T")
 
-BLOCK_SIZES = (8, 16, 32)
 MOST_BINS = 24
 LEAST_ROUNDS = 40
 """In a bin; a stratum with fewer is left out."""

@@ -6,33 +6,33 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .calibration import ALL, LARGEST_BLOCK, CostProfile, ProgressTable, Stratum, stratum_of
+from .calibration import ALL, BLOCK_SIZES, LARGEST_BLOCK, CostProfile, ProgressTable, Stratum, stratum_of
 from .errors import MissingDependencyError
+from .files import whole
 from .structs import Outcome, RoundRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BLOCK_SIZES = (8, 16, 32)
 INTERVALS = ("[1, 8]", "(8, 16]", "(16, 32]")
 """The paper's, of committed tokens."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's, which the colour-blind tell apart; markers, hatches and dashes say the same again."""
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 HATCHES = ("", "//", "..")
 
 
-def check_installed() -> None:
-    """Raise [`MissingDependencyError`] where matplotlib is not installed."""
+def check_installed(extra: str = "calibrate") -> None:
+    """Raise [`MissingDependencyError`] where matplotlib is not installed; `extra` of recguide has it."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise MissingDependencyError('Pictures need matplotlib: pip install "recguide[calibrate]".') from error
+        raise MissingDependencyError(f'Pictures need matplotlib: pip install "recguide[{extra}]".') from error
 
 
 def of_calibration(prompts: Sequence[Sequence[RoundRecord]], table: ProgressTable) -> dict[str, Figure]:
@@ -63,9 +63,8 @@ def save(figures: Mapping[str, Figure], directory: Path) -> list[Path]:
     paths = []
     for name, figure in figures.items():
         path = directory / f"{name}.png"
-        partial = path.with_suffix(".partial")
-        figure.savefig(partial, format="png", dpi=130)
-        partial.replace(path)
+        with whole(path) as file:
+            figure.savefig(file, format="png", dpi=130)
         paths.append(path)
     return paths
 
@@ -211,21 +210,51 @@ def forward_times(profile: CostProfile) -> Figure:
     return figure
 
 
+# --- of runs under load ---
+
+
+def frontier(axes: Axes, runs: Sequence[Mapping[str, Any]], who: str) -> None:
+    """Tokens a second of all requests over those of one (the paper's Figure 5), a line for each value of `who`, a point a load."""
+    for number, label in enumerate(dict.fromkeys(run[who] for run in runs)):
+        points = sorted(
+            (run["concurrency"], run["per_request_tokens_per_s"], run["tokens_per_s"])
+            for run in runs
+            if run[who] == label
+        )
+        _, x, y = zip(*points, strict=True)
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        axes.plot(x, y, color=colour, marker=marker, markersize=5, linewidth=1, label=label)
+        for load, each, together in points:
+            axes.annotate(str(load), (each, together), (3, 3), textcoords="offset points", fontsize=6, color=colour)
+    axes.set(xlabel="tokens a second of one request (mean)", ylabel="tokens a second of all requests")
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+
+
 # --- drawing ---
+
+
+def panel_grid(
+    rows: int, columns: int, width: float, height: float, share: bool = False
+) -> tuple[Figure, list[list[Axes]]]:
+    """A figure with rows of pictures, with the same axes if they `share` them; inches."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels: list[list[Axes]] = figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share).tolist()
+    return figure, panels
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     """A figure with one picture; inches."""
-    figure, (axes,) = _panels(1, width, height)
+    figure, ((axes,),) = panel_grid(1, 1, width, height)
     return figure, axes
 
 
 def _panels(count: int, width: float, height: float, share: bool = False) -> tuple[Figure, list[Axes]]:
-    """A figure with pictures side by side, with the same axes if they `share` them; inches."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False, sharex=share, sharey=share)[0])
+    """A figure with pictures side by side; inches."""
+    figure, (panels,) = panel_grid(1, count, width, height, share)
+    return figure, panels
 
 
 def _plain_ticks(axes: Axes, values: Sequence[int]) -> None:

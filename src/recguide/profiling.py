@@ -12,6 +12,7 @@ from .adapter import ModelAdapter
 from .attention import installed
 from .calibration import RoundCost
 from .config import RecGuideConfig
+from .dense_kv import Forgetful
 from .hooks import Hook
 from .loop import method_of
 from .paged_kv import PagedBatch, PagePool, PageTable
@@ -19,13 +20,6 @@ from .rounds import Request, plan_blocks, prefill, run_round
 from .structs import ForwardRecord
 
 PAGE_SIZE = 16
-
-
-class _Rewound(PagedBatch):
-    """Forgets what it is told to keep, so that every round starts from the same cache."""
-
-    def commit(self, row: int, tokens: int) -> None:
-        pass
 
 
 class _DraftClock(Hook):
@@ -86,7 +80,7 @@ def _measure(
                 clock = _DraftClock()
                 start = time.perf_counter()
                 plan_blocks(batch, load)
-                run_round(batch, adapter, _Rewound(pool, tables), clock)
+                run_round(batch, adapter, Forgetful(PagedBatch(pool, tables)), clock)
                 end = time.perf_counter()
                 drafted = clock.drafted if size > 1 else start
                 if repeat:

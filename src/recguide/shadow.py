@@ -4,34 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from .adapter import ModelAdapter
 from .attention import installed
 from .config import RecGuideConfig
-from .dense_kv import DenseKV, KVCache
+from .dense_kv import DenseKV, Forgetful
 from .hooks import Hook
 from .loop import method_of
 from .rounds import Request, plan_blocks, prefill, run_round
-from .segments import Plan
 from .structs import Outcome, RoundRecord
-
-
-class _Untouched:
-    """A [`KVCache`] that forgets what it is told to keep; the cache behind it stays as it is."""
-
-    def __init__(self, kv: KVCache) -> None:
-        self._kv = kv
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return self._kv.lengths
-
-    def write(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        return self._kv.write(layer, keys, values, plan)
-
-    def commit(self, row: int, tokens: int) -> None:
-        pass
 
 
 class RoundRecorder(Hook):
@@ -103,5 +83,5 @@ def run_shadows(
                 request.committed, request.rounds = 1, record.index
                 prefill([request], adapter, kv, Hook())
                 plan_blocks([request], load=1)
-                run_round([request], adapter, _Untouched(kv), found)
+                run_round([request], adapter, Forgetful(kv), found)
     return found.rounds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from os import environ
@@ -209,18 +209,25 @@ def check(entries: Sequence[Contender]) -> None:
     """Raise [`LosslessError`] if a counter identity fails or an output is not `ar`'s, an outside baseline's included."""
     for entry in entries:
         if entry.strategy not in OUTSIDE:
-            entry.metrics.check()
-            if entry.metrics.new_tokens != entry.new_tokens:
-                raise LosslessError(
-                    f"{entry.strategy}: the hooks saw {entry.metrics.new_tokens} new tokens, the output has {entry.new_tokens}."
-                )
-    wrong = [
+            check_counters(entry.strategy, entry.metrics, entry.new_tokens)
+    check_outputs(
         f"{label_of(e.strategy, e.block_size)} on {e.different} of {e.prompts} {e.suite} prompts, first {e.first_difference}"
         for e in entries
         if e.different
-    ]
-    if wrong:
-        raise LosslessError("Outputs differ from plain decoding: " + "; ".join(wrong) + ".")
+    )
+
+
+def check_counters(label: str, metrics: DecodeMetrics, new_tokens: int) -> None:
+    """Raise [`LosslessError`] if the counters contradict each other, or the number of new tokens in the outputs."""
+    metrics.check()
+    if metrics.new_tokens != new_tokens:
+        raise LosslessError(f"{label}: the hooks saw {metrics.new_tokens} new tokens, the outputs have {new_tokens}.")
+
+
+def check_outputs(wrong: Iterable[str]) -> None:
+    """Raise [`LosslessError`] if there is any that differs."""
+    if differing := "; ".join(wrong):
+        raise LosslessError(f"Outputs differ from plain decoding: {differing}.")
 
 
 def ratios(runs: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -19,18 +19,17 @@ from rich.table import Table
 from .. import pictures
 from ..adapter import ModelAdapter
 from ..attention import resolve_backend
-from ..calibration import CostProfile, ProgressTable, RoundCost
-from ..errors import ConfigError, InputError
-from ..fitting import BLOCK_SIZES, fit_progress
+from ..calibration import BLOCK_SIZES, CostProfile, ProgressTable, RoundCost
+from ..errors import InputError
+from ..fitting import fit_progress
 from ..loop import tables_directory
 from ..profiling import measure_rounds
 from ..tiny.tasks import FAMILIES, make_task
 from .benchmark import environment
 from .loading import TINY, chat_ids, load, readable_errors
-from .recording import Recordings, record_rounds
+from .options import DeviceOption, DtypeOption, ModelOption, ThreadsOption, whole_numbers
+from .recording import Recordings
 from .unfinished import Unfinished
-
-__all__ = ["calibrate", "profile", "record_rounds", "whole_numbers"]
 
 out = Console()
 
@@ -44,16 +43,16 @@ Figures = Annotated[
 
 
 def profile(
-    model: Annotated[str, typer.Option("--model", help=f"{TINY} (embedded), a directory, or a hub name.")] = TINY,
+    model: ModelOption = TINY,
     loads: Annotated[str, typer.Option(help="Requests in a round, with commas.")] = "1,2,4,8,16,32",
     block_size: Annotated[str, typer.Option(help="Block sizes, with commas; 1 is plain decoding.")] = "1,8,16,32,64",
     context: Annotated[str, typer.Option(help="Cached tokens of each request, with commas.")] = "64,256",
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds of each kind; the median is kept.")] = 7,
     figures: Figures = None,
     tables: Tables = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str, typer.Option(help="As in device_map: cpu, cuda, auto.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="torch threads; by default torch's own choice.")] = None,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
 ) -> None:
     """
     Measure what a round costs here, by load, block size and context. Run it on the machine that is to serve, with nothing else.
@@ -93,7 +92,7 @@ def profile(
 
 
 def calibrate(
-    model: Annotated[str, typer.Option("--model", help=f"{TINY} (embedded), a directory, or a hub name.")] = TINY,
+    model: ModelOption = TINY,
     prompts: Annotated[int, typer.Option(min=1, help="Of each suite, or the most of the file.")] = 60,
     prompts_file: Annotated[
         Path | None, typer.Option(help='JSONL with a "prompt" a line: what you serve. By default the embedded suites.')
@@ -115,9 +114,9 @@ def calibrate(
     ] = 8,
     figures: Figures = None,
     tables: Tables = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str, typer.Option(help="As in device_map: cpu, cuda, auto.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="torch threads; by default torch's own choice.")] = None,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
 ) -> None:
     """
     Learn how much a block may be expected to commit, from rounds of LinearSS with blocks of 32 on typical prompts.
@@ -252,14 +251,3 @@ def _shown(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 def _name_files(paths: Sequence[Path]) -> None:
     out.print(f"Written: {', '.join(map(str, paths))}.", markup=False, soft_wrap=True)
-
-
-def whole_numbers(text: str, option: str) -> list[int]:
-    """The positive whole numbers of an option, in order, none twice."""
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"{option} must be whole numbers with commas between; got {text!r}.") from error
-    if min(numbers) < 1:
-        raise ConfigError(f"{option} must be at least 1; got {text!r}.")
-    return sorted(set(numbers))

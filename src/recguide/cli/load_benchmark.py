@@ -19,15 +19,16 @@ from ..calibration import CostProfile
 from ..config import POLICIES as NAMED_POLICIES
 from ..config import RecGuideConfig
 from ..engine import Engine, EngineConfig, RequestHandle, RequestResult
-from ..errors import ConfigError, LosslessError, MissingDependencyError
+from ..errors import ConfigError
 from ..hooks import Hook, Hooks
 from ..load_metrics import LoadMetrics
 from ..loop import read_tables
 from ..metrics import DecodeMetrics
+from ..pictures import frontier, panel_grid
 from ..policy import Oracle
 from ..structs import FinishRecord
-from .benchmark import OURS, OUTSIDE, decode_figures, difference, label_of
-from .calibration import record_rounds
+from .benchmark import OURS, OUTSIDE, check_counters, check_outputs, decode_figures, difference, label_of
+from .recording import record_rounds
 
 POLICIES = (*NAMED_POLICIES, "oracle")
 PARTS = 3
@@ -295,18 +296,12 @@ class _Arena:
 def check(runs: Sequence[LoadRun]) -> None:
     """Raise [`LosslessError`] if a counter identity fails, or if an output is not `ar`'s where it must be."""
     for run in runs:
-        run.decode.check()
-        if run.decode.new_tokens != run.new_tokens:
-            raise LosslessError(
-                f"{run.contender.label}: the hooks saw {run.decode.new_tokens} new tokens, the outputs have {run.new_tokens}."
-            )
-    wrong = [
+        check_counters(run.contender.label, run.decode, run.new_tokens)
+    check_outputs(
         f"{run.contender.label} at load {run.concurrency} on {run.different} of {run.prompts} prompts, first {run.first_difference}"
         for run in runs
         if run.different and run.must_equal
-    ]
-    if wrong:
-        raise LosslessError("Outputs differ from plain decoding: " + "; ".join(wrong) + ".")
+    )
 
 
 def ratios(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -364,45 +359,10 @@ def _flat(run: Mapping[str, Any]) -> dict[str, Any]:
     return line
 
 
-_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Okabe and Ito's, which the colour-blind tell apart."""
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
-
-
-def pyplot() -> Any:
-    """matplotlib's, drawing to files; raises [`MissingDependencyError`] where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingDependencyError('--plot needs matplotlib: pip install "recguide[train]".') from error
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """The Pareto picture as PNG: tokens a second of all requests over those of one, a line a contender, a point a load."""
-    plot = pyplot()
-    figure, axes = plot.subplots(figsize=(8, 5), layout="constrained")
-    for number, label in enumerate(dict.fromkeys(run["contender"] for run in runs)):
-        points = [
-            (run["per_request_tokens_per_s"], run["tokens_per_s"], run["concurrency"])
-            for run in runs
-            if run["contender"] == label
-        ]
-        colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
-        x, y, loads = zip(*sorted(points, key=lambda point: point[2]), strict=True)
-        axes.plot(x, y, color=colour, marker=marker, markersize=5, linewidth=1, label=label)
-        for point in zip(x, y, loads, strict=True):
-            axes.annotate(str(point[2]), point[:2], (3, 3), textcoords="offset points", fontsize=6, color=colour)
-    axes.set(
-        xlabel="tokens a second of one request (mean)",
-        ylabel="tokens a second of all requests",
-        title="numbers: requests under way",
-    )
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
+    """The Pareto picture of the contenders as PNG."""
+    figure, ((axes,),) = panel_grid(1, 1, 8, 5)
+    frontier(axes, runs, "contender")
+    axes.set_title("numbers: requests under way")
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(path, format="png", dpi=130)
-    plot.close(figure)

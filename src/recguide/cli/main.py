@@ -1,4 +1,4 @@
-"""The command line: `recguide generate`, `quickstart`, `bench`, `train-tiny`, `doctor`."""
+"""The command line: `recguide` and its commands."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from typing import Annotated, Any, NoReturn
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers import TextStreamer
 
 from ..config import STRATEGIES, RecGuideConfig
 from ..engine.scheduler import SCHEDULERS
 from ..errors import ConfigError, LosslessError, MissingDependencyError
+from ..files import whole
 from ..hf_strategy import resolve_config
 from ..hooks import Hook
 from ..metrics import DecodeMetrics
+from ..pictures import check_installed
+from ..progress import counted
 from ..tiny.examples import EXAMPLES
 from ..tiny.tasks import FAMILIES, Task, make_task
 from ..trace import TraceWriter
 from . import benchmark, load_benchmark
-from .calibration import calibrate, profile, whole_numbers
+from .calibration import calibrate, profile
 from .doctor import diagnose
 from .loading import TINY, chat_ids, errors, load, readable_errors
+from .options import DeviceOption, DtypeOption, ModelOption, ThreadsOption, names, whole_numbers
 from .simulate import simulate
 
 app = typer.Typer(
@@ -40,12 +43,6 @@ app = typer.Typer(
     help=("One language model drafts and checks its own text: several times faster, not a letter changed."),
 )
 out = Console()
-
-ModelOption = Annotated[str, typer.Option("--model", help=f"{TINY} (embedded), a directory, or a hub name.")]
-DtypeOption = Annotated[
-    str, typer.Option(help="float32, bfloat16 or float16. Equality with plain decoding holds in float32.")
-]
-DeviceOption = Annotated[str, typer.Option(help="As in device_map: cpu, cuda, auto.")]
 
 
 @app.command()
@@ -137,7 +134,7 @@ def bench(
     model: ModelOption = TINY,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="torch threads; by default torch's own choice.")] = None,
+    threads: ThreadsOption = None,
 ) -> None:
     """
     Run strategies side by side, and check that outputs equal plain decoding.
@@ -148,8 +145,8 @@ def bench(
     accidents of a small model; it is no sandbox against a hostile one. Under load nothing is run, since nothing is scored.
     """
     with readable_errors():
-        suites = _names(suite, FAMILIES, "--suite")
-        _names(split, ("test", "unseen"), "--split")
+        suites = names(suite, FAMILIES, "--suite")
+        names(split, ("test", "unseen"), "--split")
         sizes = whole_numbers(block_size, "--block-size")
         chosen = None if strategies is None else [name.strip() for name in strategies.split(",")]
         test: load_benchmark.LoadTest | None = None
@@ -165,8 +162,8 @@ def bench(
             contenders = load_benchmark.contenders(
                 chosen or benchmark.OURS,
                 sizes,
-                _names(policies or "fixed", load_benchmark.POLICIES, "--policies"),
-                _names(schedulers or "packed", tuple(SCHEDULERS), "--schedulers"),
+                names(policies or "fixed", load_benchmark.POLICIES, "--policies"),
+                names(schedulers or "packed", tuple(SCHEDULERS), "--schedulers"),
             )
             test = load_benchmark.LoadTest(contenders, whole_numbers(concurrency, "--concurrency"), max_new_tokens)
         tasks = {name: [make_task(name, split, index) for index in range(prompts)] for name in suites}
@@ -228,7 +225,7 @@ def _bench_under_load(
 ) -> None:
     if plot:
         # What is missing is said before the hours of measuring, not after.
-        load_benchmark.pyplot()
+        check_installed("train")
     finished: list[load_benchmark.LoadRun] = []
 
     def measure(advance: Callable[[], None]) -> None:
@@ -241,10 +238,10 @@ def _bench_under_load(
     ratios = load_benchmark.ratios(runs)
     _write_record(json_file, record, runs, ratios, interrupted)
     if csv_file and runs:
-        with _whole(csv_file) as file:
+        with whole(csv_file) as file:
             file.write_text(load_benchmark.table(runs))
     if plot and runs:
-        with _whole(plot) as file:
+        with whole(plot) as file:
             load_benchmark.draw(runs, file)
     if interrupted:
         _end_interrupted(len(runs), json_file)
@@ -269,15 +266,8 @@ def _bench_under_load(
 
 def _with_bar(steps: int, work: Callable[[Callable[[], None]], None]) -> bool:
     """Do `work`, which calls its argument at each step; whether SIGINT or SIGTERM has ended it early."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with counted(Console(stderr=True)) as progress:
         bar = progress.add_task("bench", total=steps)
         try:
             work(lambda: progress.advance(bar))
@@ -319,7 +309,7 @@ def train_tiny(
         Path | None,
         typer.Option(help="JSON file of a benchmark of the finished model: its figures go on the model's card."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    threads: ThreadsOption = None,
 ) -> None:
     """Train the embedded model by the committed recipe, or go on with that; write the model and its card."""
     with readable_errors():
@@ -430,28 +420,13 @@ def _load_summary(runs: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _names(text: str, known: tuple[str, ...], option: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"{option} must be of {', '.join(known)}; got {', '.join(unknown)}.")
-    return names
-
-
 def _write_record(
     path: Path | None, record: dict[str, Any], runs: list[dict[str, Any]], ratios: dict[str, float], interrupted: bool
 ) -> None:
     if path is None:
         return
     environment = record["environment"] | {"interrupted": interrupted}
-    with _whole(path) as file:
+    with whole(path) as file:
         file.write_text(
             json.dumps(record | {"environment": environment, "runs": runs, "ratios": ratios}, indent=1) + "\n"
         )
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A file to write in place of `path`: all of it or nothing, so that a reader never sees half a file."""
-    partial = path.with_suffix(path.suffix + ".partial")
-    yield partial
-    partial.replace(path)

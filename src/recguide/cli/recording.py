@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.progress import track
 
 from ..adapter import ModelAdapter
-from ..calibration import LARGEST_BLOCK, CostProfile, ProgressTable
-from ..fitting import BLOCK_SIZES
+from ..calibration import BLOCK_SIZES, LARGEST_BLOCK, CostProfile, ProgressTable
 from ..policy import BlockPolicy, VerificationGuided
 from ..shadow import RoundRecorder, places, run_shadows
 from ..structs import RoundRecord

@@ -15,14 +15,14 @@ from rich.progress import track
 from rich.table import Table
 
 from .. import simulator
-from ..calibration import ProgressTable
+from ..calibration import BLOCK_SIZES, ProgressTable
 from ..engine.scheduler import SCHEDULERS
 from ..errors import ConfigError
-from ..fitting import BLOCK_SIZES
+from ..files import whole
+from ..pictures import check_installed, frontier, panel_grid
 from ..simulator import MODELS, PASSING, POLICIES, PREDICTION, Recording
-from .calibration import whole_numbers
-from .load_benchmark import pyplot
 from .loading import readable_errors
+from .options import names, whole_numbers
 
 out = Console()
 
@@ -59,15 +59,15 @@ def simulate(
     """Serve in simulated time, at published costs of a B200: what each policy would bring at each load."""
     with readable_errors():
         if plot:
-            pyplot()
+            check_installed()
         if trace and prediction is not None:
             raise ConfigError("--prediction is about random requests; a trace has its own entropies. Leave one out.")
         prediction = PREDICTION if prediction is None else prediction
         loads = whole_numbers(concurrency, "--concurrency")
         if max(loads) >= requests:
             raise ConfigError(f"--requests must be more than the largest concurrency, {max(loads)}; got {requests}.")
-        models = _names(model, MODELS, "--model")
-        grid = (loads, _names(policies, POLICIES, "--policies"), _names(schedulers, tuple(SCHEDULERS), "--schedulers"))
+        models = names(model, MODELS, "--model")
+        grid = (loads, names(policies, POLICIES, "--policies"), names(schedulers, tuple(SCHEDULERS), "--schedulers"))
         served, fitted = _recordings(trace, requests, prediction, passing, seed)
         runs = [run for name in models for run in _runs(name, served, fitted, *grid)]
         by_model = {name: [run for run in runs if run["model"] == name] for name in models}
@@ -75,7 +75,8 @@ def simulate(
         assumptions = _assumptions(trace, prediction, passing, requests, seed, len(fitted))
         if json_file:
             record = {"assumptions": assumptions, "runs": runs, "summary": summaries}
-            json_file.write_text(json.dumps(record, indent=1) + "\n")
+            with whole(json_file) as file:
+                file.write_text(json.dumps(record, indent=1) + "\n")
         for name in models:
             for shown in _tables(by_model[name], summaries[name]):
                 out.print(shown, highlight=False)
@@ -83,7 +84,8 @@ def simulate(
         for about, assumed in assumptions.items():
             out.print(f"[bold]{about}[/bold]: {assumed}", highlight=False)
         if plot:
-            draw(runs, plot)
+            with whole(plot) as file:
+                draw(runs, file)
 
 
 def _recordings(
@@ -287,38 +289,13 @@ def _table() -> Table:
 
 
 def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The paper's Figure 5 as PNG: tokens a second of all requests over those of one, a panel a model and scheduler, a point a load."""
-    plot = pyplot()
+    """The frontiers as PNG, a panel a model and scheduler."""
     models = list(dict.fromkeys(run["model"] for run in runs))
     schedulers = list(dict.fromkeys(run["scheduler"] for run in runs))
-    size = (5 * len(schedulers), 4 * len(models))
-    figure, panels = plot.subplots(len(models), len(schedulers), figsize=size, layout="constrained", squeeze=False)
-    for row, model in enumerate(models):
-        for column, scheduler in enumerate(schedulers):
-            axes = panels[row][column]
-            here = [run for run in runs if (run["model"], run["scheduler"]) == (model, scheduler)]
-            for policy in dict.fromkeys(run["policy"] for run in here):
-                points = [
-                    (run["per_request_tokens_per_s"], run["tokens_per_s"]) for run in here if run["policy"] == policy
-                ]
-                dashes = "--" if policy in (BOUND, RECIPE) else "-"
-                axes.plot(
-                    *zip(*points, strict=True), linestyle=dashes, marker="o", markersize=4, linewidth=1, label=policy
-                )
-            axes.set(
-                title=f"{model}, {scheduler}",
-                xlabel="tokens a second of one request (mean)",
-                ylabel="tokens a second of all requests",
-            )
-            axes.set_ylim(bottom=0)
-            axes.set_xlim(left=0)
+    figure, panels = panel_grid(len(models), len(schedulers), 5 * len(schedulers), 4 * len(models))
+    for row, model in zip(panels, models, strict=True):
+        for axes, scheduler in zip(row, schedulers, strict=True):
+            frontier(axes, [run for run in runs if (run["model"], run["scheduler"]) == (model, scheduler)], "policy")
+            axes.set_title(f"{model}, {scheduler}")
     panels[0][-1].legend(frameon=False, fontsize=7)
     figure.savefig(path, format="png", dpi=130)
-    plot.close(figure)
-
-
-def _names(text: str, known: Sequence[str], option: str) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"{option} must be of {', '.join(known)}; got {', '.join(unknown)}.")
-    return names

@@ -190,7 +190,7 @@ class Engine:
         self._arrivals: deque[_Job] = deque()
         self._cancellations: deque[int] = deque()
         self._changed = threading.Condition()
-        self._closing = self._closed = False
+        self._closing = False
         self._worker: threading.Thread | None = None
 
     # --- from any thread ---
@@ -289,14 +289,13 @@ class Engine:
             drain (`bool`, defaults to `False`): let the requests under way end first; otherwise they are cancelled.
         """
         with self._changed:
-            self._closing = True
+            again, self._closing = self._closing, True
             if not drain:
                 self._cancellations.extend(self._jobs)
             self._changed.notify()
         if self._worker is not None:
             self._worker.join()
-        if not self._closed:
-            self._closed = True
+        if not again:
             SHELF.put_back(self.model, self._policies)
 
     def __enter__(self) -> Self:

@@ -13,18 +13,17 @@ in a forward of its own; where it is not, a forward was spent and not two. And i
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-from ..calibration import ALL, CostProfile, DraftOdds, ProgressTable
+from ..calibration import ALL, BLOCK_SIZES, CostProfile, DraftOdds, ProgressTable
 from ..structs import Branch, BranchChoice, BranchKind, Draft, ForwardRecord, Outcome, RoundRecord
 from .base import BlockPolicy
 from .forward_times import TOKENS, ForwardTimes
+from .history import History
 from .price import Price
 
-BLOCK_SIZES = (8, 16, 32)
 PRIOR_COMMITTED = {8: 4.5, 16: 6.5, 32: 7.5}
 """Expected tokens without a calibration: in the range of Table 2 of arXiv 2609.34388, on the careful side."""
 PRIOR_FIRST = 0.85
@@ -36,12 +35,7 @@ MOST_BRANCHES = 4
 
 
 @dataclass
-class _History:
-    """What is remembered of one request."""
-
-    uncertainties: deque[float] = field(default_factory=lambda: deque(maxlen=2))
-    last_block: int = 0
-    was_full: bool = False
+class _History(History):
     drafted: int = 0
     """Length of the block that a branch has prepared for the next round; 0: none."""
 
@@ -88,7 +82,7 @@ class Auto(BlockPolicy):
         """How much of a draft is verified, and what rides along; see [`~branching.BranchingRule`]."""
         if not draft.guesses:
             return self._bootstrap(request, remaining)
-        expected, ms = self._expected(request), self._times.curve("verify", self._load)
+        expected, ms = self._expected(request), self._ms
         price = self._local_price(expected)
         # Odds that the first i drafted tokens are all accepted. As many are verified as are worth their time.
         survival, worth, best, verified = [1.0], 1 - price * ms[1], 1 - price * ms[1], 1
@@ -116,11 +110,16 @@ class Auto(BlockPolicy):
     # --- prices ---
 
     @property
+    def _ms(self) -> list[float]:
+        """Of a forward at the present load, by the query tokens of each request."""
+        return self._times.curve(self._load)
+
+    @property
     def _price(self) -> Price:
         """At the present load; loads within a factor of two have one together, so that one that wavers has one price."""
         key = self._load.bit_length()
         if key not in self._prices:
-            self._prices[key] = Price(self._cycle_rate(self._mean), 2 * self._times.curve("verify", self._load)[16])
+            self._prices[key] = Price(self._cycle_rate(self._mean), 2 * self._ms[16])
         return self._prices[key]
 
     def _local_price(self, expected: dict[int, float]) -> float:
@@ -129,7 +128,7 @@ class Auto(BlockPolicy):
 
     def _cycle_rate(self, expected: dict[int, float]) -> float:
         """Tokens a millisecond of drafting beside a seed and verifying that, at the best length; or of plain decoding."""
-        ms = self._times.curve("verify", self._load)
+        ms = self._ms
         rates = [
             (1 + tokens) / (ms[1 + size] + ms[self._likely_verified(size, tokens)]) for size, tokens in expected.items()
         ]
@@ -153,15 +152,14 @@ class Auto(BlockPolicy):
         """Tokens that a block of each length may commit, as the request's last rounds foretell."""
         history = self._histories.setdefault(request, _History())
         table = self._mean
-        if self._progress is not None and history.uncertainties:
-            certainty = -sum(history.uncertainties) / len(history.uncertainties)
-            row = self._progress.expected(certainty, history.last_block, history.was_full)
+        if self._progress is not None and history.certainty is not None:
+            row = self._progress.expected(history.certainty, history.last_block, history.was_full)
             table = {size: row[size] for size in BLOCK_SIZES}
         return {size: tokens * self._lessons[size].ratio for size, tokens in table.items()}
 
     def _saved(self, expected: dict[int, float], price: float) -> dict[int, float]:
         """What having a draft of each length is worth, over having none: a seed then, with or without a draft beside it."""
-        ms = self._times.curve("verify", self._load)
+        ms = self._ms
         having = {
             size: tokens - price * ms[self._likely_verified(size, tokens)] + self._later
             for size, tokens in expected.items()
@@ -174,7 +172,7 @@ class Auto(BlockPolicy):
         self, odds: float, tokens: int, remaining: int, saved: dict[int, float], price: float
     ) -> tuple[int, float]:
         """The length of a branch beside `tokens` others that is expected to gain most, and how much; 0: none gains."""
-        ms = self._times.curve("verify", self._load)
+        ms = self._ms
         best, most = 0, 0.0
         for size in BLOCK_SIZES:
             length = min(size, remaining)

@@ -19,50 +19,44 @@ LEAN = 3
 
 class ForwardTimes:
     """
-    Milliseconds of draft and verify forwards.
+    Milliseconds of verifying forwards, with or without branches; `auto` runs no others.
 
     A profile, or without one a straight line of no scale, gives the shape: a fixed part, and what query tokens add to it. The times of
-    real forwards scale both parts, for each kind of forward. So a machine without a profile is known after a few rounds, one that
-    changes is followed, and a curve never gets bumps that were only noise.
+    real forwards scale both parts. So a machine without a profile is known after a few rounds, one that changes is followed, and
+    a curve never gets bumps that were only noise.
 
     Args:
         profile (`CostProfile`, *optional*): measured rounds.
     """
 
     def __init__(self, profile: CostProfile | None = None) -> None:
-        rounds = profile.rounds if profile else ()
-        self._grids = {
-            "draft": _Grid([(c.load, c.block_size, c.draft_ms) for c in rounds if c.draft_ms]),
-            "verify": _Grid([(c.load, c.block_size, c.verify_ms) for c in rounds]),
-        }
-        self._scales = {"draft": _Scales(), "verify": _Scales()}
-        self._curves: dict[tuple[str, int], list[float]] = {}
+        self._grid = _Grid([(c.load, c.block_size, c.verify_ms) for c in profile.rounds] if profile else [])
+        self._scales = _Scales()
+        self._curves: dict[int, list[float]] = {}
         self._seen = 0
 
-    def curve(self, kind: str, load: int) -> list[float]:
-        """`[129]`: milliseconds of a `draft` or `verify` forward of `load` requests, by the query tokens of each."""
-        if (kind, load) not in self._curves:
-            self._curves[kind, load] = [self._scaled(kind, load, tokens) for tokens in range(TOKENS + 1)]
-        return self._curves[kind, load]
+    def curve(self, load: int) -> list[float]:
+        """`[129]`: milliseconds of a forward of `load` requests, by the query tokens of each."""
+        if load not in self._curves:
+            self._curves[load] = [self._scaled(load, tokens) for tokens in range(TOKENS + 1)]
+        return self._curves[load]
 
     def observe(self, record: ForwardRecord) -> float:
         """Learn from a forward that was run; returns its milliseconds, with the noise of the moment smoothed out."""
-        requests, kind = len(record.requests), "draft" if record.kind == "draft" else "verify"
+        requests = len(record.requests)
         tokens = record.query_tokens / requests
-        grid = self._grids[kind]
-        expected = grid.at(requests, tokens)
-        fixed_share = min(grid.at(requests, 0) / expected, 1.0)
-        self._scales[kind].observe(record.query_tokens, fixed_share, 1000 * record.elapsed / expected)
+        expected = self._grid.at(requests, tokens)
+        fixed_share = min(self._grid.at(requests, 0) / expected, 1.0)
+        self._scales.observe(record.query_tokens, fixed_share, 1000 * record.elapsed / expected)
         self._seen += 1
         # Curves are made anew now and then, not for every forward.
         if self._seen < 32 or self._seen % 32 == 0:
             self._curves.clear()
-        return self._scaled(kind, requests, tokens)
+        return self._scaled(requests, tokens)
 
-    def _scaled(self, kind: str, load: int, tokens: float) -> float:
-        grid, scales = self._grids[kind], self._scales[kind]
-        fixed = grid.at(load, 0)
-        return scales.fixed * fixed + scales.each * (grid.at(load, tokens) - fixed)
+    def _scaled(self, load: int, tokens: float) -> float:
+        fixed = self._grid.at(load, 0)
+        return self._scales.fixed * fixed + self._scales.each * (self._grid.at(load, tokens) - fixed)
 
 
 class _Grid:

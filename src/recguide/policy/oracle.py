@@ -6,12 +6,11 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from ..calibration import CostProfile
+from ..calibration import BLOCK_SIZES, CostProfile
 from ..errors import InputError
 from ..structs import RoundRecord
 from .base import BlockPolicy
 from .price import Price, Prices
-from .verification_guided import BLOCK_SIZES
 
 
 class Oracle(BlockPolicy):

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ..calibration import ALL, CostProfile, ProgressTable
+from ..calibration import ALL, BLOCK_SIZES, CostProfile, ProgressTable
 from ..structs import RoundRecord
 from .base import BlockPolicy, ConcurrencyTable
+from .history import History
 from .price import Price, Prices, solve_price
-
-BLOCK_SIZES = (8, 16, 32)
 
 
 @dataclass
-class _History:
-    """What is remembered of one request."""
-
-    uncertainties: deque[float] = field(default_factory=lambda: deque(maxlen=2))
-    last_block: int = 0
-    was_full: bool = False
+class _History(History):
     load: int = 1
+    """When its present block was chosen."""
 
 
 class VerificationGuided(BlockPolicy):
@@ -59,10 +53,9 @@ class VerificationGuided(BlockPolicy):
     def block_size(self, request: int, load: int) -> int:
         history = self._histories.setdefault(request, _History())
         history.load = load
-        if not history.uncertainties:
+        if history.certainty is None:
             return self._first.block_size(request, load)
-        certainty = -sum(history.uncertainties) / len(history.uncertainties)
-        expected = self._progress.expected(certainty, history.last_block, history.was_full)
+        expected = self._progress.expected(history.certainty, history.last_block, history.was_full)
         price = self._prices.at(load).value
         worth = {size: expected[size] - price * self._costs.round_ms(load, size) for size in self._sizes}
         best = max(self._sizes, key=lambda size: worth[size])

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..errors import MissingDependencyError
+from ..pictures import check_installed, panel_grid
 from .batches import PROSE_SHARE
 from .tasks import templates
 from .train import Recipe
@@ -141,16 +141,10 @@ def _figures(record: dict[str, Any]) -> str:
 
 
 def _pictures(lines: list[dict[str, float]], directory: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingDependencyError('The card\'s pictures need matplotlib: pip install "recguide[train]".') from error
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    check_installed("train")
     evaluated = [line for line in lines if "ar_loss" in line]
     steps = [line["step"] for line in evaluated]
-    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    figure, ((axes,),) = panel_grid(1, 1, 7, 3.6)
     axes.plot(
         [line["step"] for line in lines], [line["train_ar_loss"] for line in lines], color="#b0c4de", linewidth=0.6
     )
@@ -161,8 +155,7 @@ def _pictures(lines: list[dict[str, float]], directory: Path) -> None:
     axes.set(xlabel="step", ylabel="cross-entropy (nats)", ylim=(0, 5))
     axes.legend(frameon=False)
     figure.savefig(directory / "loss.png", dpi=110)
-    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    figure, ((axes,),) = panel_grid(1, 1, 7, 3.6)
     axes.plot(steps, [line["accepted_run"] for line in evaluated], color="#1f5fa8")
     axes.set(xlabel="step", ylabel="right guesses in a row (of 15)", ylim=(0, 15))
     figure.savefig(directory / "acceptance.png", dpi=110)
-    pyplot.close("all")

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoTokenizer, GenerationConfig
@@ -20,6 +19,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from ..errors import CheckpointError
 from ..models.draft_adapter import DraftAdapterConfig, adapter_rows, add_draft_adapter
 from ..models.nemotron_labs_diffusion import NemotronLabsDiffusionConfig, NemotronLabsDiffusionModel
+from ..progress import counted
 from .batches import IGNORE, Batch, Shape, batches, documents
 from .initial import initialize
 from .muon import Muon
@@ -237,14 +237,7 @@ def train(recipe: Recipe, output: Path, stop_after: int | None = None, threads: 
     saved_at = time.monotonic()
     last = min(recipe.steps, stop_after or recipe.steps)
     model.train()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns) as progress:
+    with counted() as progress:
         bar = progress.add_task("train-tiny", total=last, completed=step)
         while step < last:
             phase, done = recipe.phase_at(step)
