@@ -162,7 +162,8 @@ class RoundRecord:
     query_tokens: int
     """This request's query tokens in the verifying forward."""
     entropies: tuple[float, ...] = ()
-    """Of the verifier's own distribution where each committed token stands, in nats, MASK excluded; none in plain decoding."""
+    """Of the verifier's own distribution where each committed token stands, in nats, MASK excluded; none
+    where no request of the forward had a draft."""
 
     @property
     def block_size(self) -> int:
