@@ -31,7 +31,8 @@ class SDPAForward:
         if not (plan.causal or plan.query_tokens == 1 == len(plan.prefix)):
             visible = dense_mask(plan)
             tensors["mask"] = visible.new_zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
-        if len({plan.tokens_of(r) for r in range(len(plan.prefix))}) > 1:
+        self._ragged = len({plan.tokens_of(r) for r in range(len(plan.prefix))}) > 1
+        if self._ragged and plan.input_ids.is_cuda:
             padded = _padded_index(plan)
             longest = padded.shape[1]
             packed = [r * longest + i for r in range(len(plan.prefix)) for i in range(plan.tokens_of(r))]
@@ -43,6 +44,8 @@ class SDPAForward:
         all_keys, all_values = self._kv.write(layer, keys, values, self._plan)
         tensors = self._on(query.device)
         mask = tensors.get("mask")
+        if self._ragged and not query.is_cuda:
+            return self._row_by_row(query, all_keys, all_values, mask, scaling)
         heads, size = query.shape[0], query.shape[2]
         if "to_padded" in tensors:
             query = query[:, tensors["to_padded"]]
@@ -51,17 +54,21 @@ class SDPAForward:
             # CUDA's fused kernels take grouped heads or a mask, not both.
             groups = heads // all_keys.shape[1]
             all_keys, all_values = (x.repeat_interleave(groups, dim=1) for x in (all_keys, all_values))
-        out = F.scaled_dot_product_attention(
-            padded,
-            all_keys,
-            all_values,
-            attn_mask=mask if mask is None else mask.to(query.dtype),
-            is_causal=self._plan.causal,
-            scale=scaling,
-            enable_gqa=all_keys.shape[1] != heads,
-        )
+        out = _attention(padded, all_keys, all_values, mask, self._plan.causal, scaling)
         flat = out.transpose(1, 2).reshape(-1, heads, out.shape[-1])
         return flat[tensors["to_packed"]] if "to_packed" in tensors else flat
+
+    def _row_by_row(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+        """On a CPU padding costs more than calls: with branches, rows differ much in length."""
+        plan, outputs = self._plan, []
+        for row, prefix in enumerate(plan.prefix):
+            tokens = plan.tokens_of(row)
+            if tokens:
+                own = query[None, :, plan.starts[row] : plan.starts[row + 1]]
+                key, value = (x[row : row + 1, :, : prefix + tokens] for x in (keys, values))
+                seen = None if mask is None else mask[row : row + 1, :, :tokens, : prefix + tokens]
+                outputs.append(_attention(own, key, value, seen, plan.causal, scaling)[0])
+        return torch.cat(outputs, dim=1).transpose(0, 1)
 
     def _on(self, device: torch.device) -> dict[str, Tensor]:
         """The plan's tensors on a layer's device; a model may be spread over several."""
@@ -69,6 +76,20 @@ class SDPAForward:
             first = next(iter(self._tensors.values()))
             self._tensors[device] = {name: tensor.to(device) for name, tensor in first.items()}
         return self._tensors[device]
+
+
+def _attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scaling: float
+) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query,
+        keys,
+        values,
+        attn_mask=mask if mask is None else mask.to(query.dtype),
+        is_causal=causal,
+        scale=scaling,
+        enable_gqa=keys.shape[1] != query.shape[1],
+    )
 
 
 def _padded_index(plan: Plan) -> Tensor:
