@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .structs import BranchChoice, BranchKind, BranchRecord, Outcome
+from .structs import BranchChoice, BranchKind, BranchRecord, Draft, DraftSource, Outcome
 
 
-def hit_branch(branches: Sequence[BranchRecord], committed: int, bonus: int) -> int | None:
-    """Index of the branch that supposed exactly this: `committed` tokens, the last of which is `bonus`."""
-    for index, record in enumerate(branches):
-        if record.branch.depth == committed and (record.branch.kind is BranchKind.ANY_BONUS or record.first == bonus):
-            return index
-    return None
+def hit_branch(branches: Sequence[BranchRecord], committed: Sequence[int]) -> int | None:
+    """Index of the branch that foretold the tokens that this round commits; of several the deepest, which knew most of them."""
+    hits = [index for index, record in enumerate(branches) if record.foretells(committed)]
+    return max(hits, key=lambda index: branches[index].branch.depth, default=None)
+
+
+def leftover(draft: Draft, branches: Sequence[BranchRecord], committed: int) -> Draft:
+    """
+    What is left of a round's drafts where no branch is hit: predictions for the tokens after the `committed` ones.
+
+    Of the verified draft what follows the rejected token; of a branch, if nothing is left there, what follows the one that it had wrong.
+    """
+    rests = [draft.guesses[committed:]]
+    rests += [r.draft.guesses[committed - r.branch.depth :] for r in branches if r.branch.depth <= committed]
+    rest = next((rest for rest in rests if rest), ())
+    return Draft(rest, DraftSource.LEFTOVER) if rest else Draft()
 
 
 def name_outcome(choice: BranchChoice, block_size: int, accepted: int, hit: int | None, stopped: bool) -> Outcome:
-    """The one outcome of a round. `accepted` counts drafted tokens; a rejection is at block position `accepted + 1`."""
+    """
+    The one outcome of a round. `accepted` counts drafted tokens; a rejection is at block position `accepted + 1`.
+
+    A continuation before the block's end counts as a correction there: its replacement is what it predicts.
+    """
     if stopped:
         return Outcome.STOPPED
     if not choice.branches:
@@ -24,12 +38,14 @@ def name_outcome(choice: BranchChoice, block_size: int, accepted: int, hit: int 
     kinds = [branch.kind for branch in choice.branches]
     if BranchKind.ANY_BONUS in kinds:
         return Outcome.ANY_BONUS_NOT_BUILT if hit is None else Outcome.ANY_BONUS_HIT
+    if hit is not None and choice.branches[hit].depth <= accepted:
+        return Outcome.FORETOLD_HIT
     if accepted == block_size - 1:
         if hit is not None:
             return Outcome.CONTINUATION_HIT
         supposed = any(branch.depth == block_size for branch in choice.branches)
         return Outcome.CONTINUATION_WRONG_TOKEN if supposed else Outcome.FULL_NO_CONTINUATION
-    positions = [branch.depth for branch in choice.branches if branch.kind is BranchKind.CORRECTION]
+    positions = sorted({branch.depth for branch in choice.branches if branch.depth < block_size})
     rejected_at = accepted + 1
     if not positions:
         return Outcome.REJECTED_NO_CORRECTION

@@ -161,9 +161,9 @@ class Stratum:
     counts: tuple[int, ...]
 
     @cached_property
-    def expected(self) -> list[list[float]]:
+    def expected(self) -> list[tuple[float, ...]]:
         """`[bins][33]`: tokens that a block of B commits in the mean, by B."""
-        return [[0.0, *accumulate(odds)] for odds in self.survival]
+        return [(0.0, *accumulate(odds)) for odds in self.survival]
 
     def bin_of(self, certainty: float) -> int:
         return bisect_right(self.edges, certainty)
@@ -234,7 +234,7 @@ class ProgressTable:
         counted = entropies[: self.entropy_cap]
         return sum(counted) / len(counted)
 
-    def expected(self, certainty: float, last_block: int, was_full: bool) -> list[float]:
+    def expected(self, certainty: float, last_block: int, was_full: bool) -> tuple[float, ...]:
         """Expected tokens by block size, `[33]`; a stratum that was not fitted is replaced by that of all rounds."""
         stratum = self.strata.get(stratum_of(last_block, was_full), self.strata[ALL])
         return stratum.expected[stratum.bin_of(certainty)]

@@ -159,7 +159,7 @@ def _check_enough(rounds: int, least: int) -> None:
         )
 
 
-def _expected(strata: Mapping[str, Stratum], name: str, certainty: float) -> list[float]:
+def _expected(strata: Mapping[str, Stratum], name: str, certainty: float) -> tuple[float, ...]:
     stratum = strata.get(name, strata[ALL])
     return stratum.expected[stratum.bin_of(certainty)]
 

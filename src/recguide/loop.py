@@ -59,7 +59,7 @@ def method_of(
         )
     policy = (policies or Policies()).of(config, lambda: read_tables(adapter, config))
     if isinstance(policy, Auto):
-        return Method(policy, AutoBranches(policy, eos), candidates=3)
+        return Method(policy, AutoBranches(policy, eos), candidates=3, draft_forwards=False)
     return Method(
         policy=policy,
         branching=branching_rule(config, eos),

@@ -148,7 +148,7 @@ class DecodeMetrics(Hook):
         """
         drafted, reused = self.rounds[DraftSource.FORWARD], self.rounds[DraftSource.BRANCH]
         verified = self.forwards["verify"] + self.forwards["fused"]
-        undrafted = self.rounds[DraftSource.NONE]
+        undrafted = self.rounds[DraftSource.NONE] + self.rounds[DraftSource.LEFTOVER]
         claims = {
             "rounds = verifying forwards": (self.all_rounds, verified),
             "rounds = sum of outcomes": (self.all_rounds, sum(self.outcomes.values())),
@@ -159,7 +159,7 @@ class DecodeMetrics(Hook):
         }
         if draft_forwards_per_draft is not None:
             forwards = sum(self.forwards.values())
-            claims["forwards = prefills + 2 rounds - reused - undrafted"] = (
+            claims["forwards = prefills + 2 rounds - reused - left over - undrafted"] = (
                 forwards,
                 self.forwards["prefill"] + 2 * self.all_rounds - reused - undrafted,
             )

@@ -277,7 +277,9 @@ class PagedBatch:
         gathered = []
         for stored, new in zip(self._pool._layer(layer, keys, values), (keys, values), strict=True):
             stored.index_copy_(0, writes, new.transpose(0, 1).to(stored.dtype))
-            gathered.append(stored[reads].transpose(1, 2))
+            # Of the ways to gather rows, the fastest on a CPU by far.
+            read = stored.index_select(0, reads.flatten()).view(*reads.shape, *stored.shape[1:])
+            gathered.append(read.transpose(1, 2))
         return gathered[0], gathered[1]
 
     def commit(self, row: int, tokens: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .acceptance import hit_branch, name_outcome
+from .acceptance import hit_branch, leftover, name_outcome
 from .adapter import ModelAdapter, Predictions
 from .branching import BranchingRule
 from .dense_kv import KVCache
@@ -44,6 +44,8 @@ class Method:
     draft_threshold: float = 0.0
     candidates: int = 2
     """Likeliest tokens asked of the drafter for each position; the replacement comes from those after the first."""
+    draft_forwards: bool = True
+    """Whether a request without a draft gets one in a forward of its own; otherwise only beside a verification."""
 
     @property
     def most_tokens(self) -> int:
@@ -142,7 +144,8 @@ def plan_blocks(batch: Sequence[Request], load: int) -> None:
         if request.finished is None:
             wanted = request.method.policy.block_size(request.id, load)
             # What a branch has drafted already is verified as it is, not drafted again at another length.
-            drafted = len(request.draft.guesses) + 1 if request.draft.guesses else wanted
+            has_draft = request.draft.guesses or not request.method.draft_forwards
+            drafted = len(request.draft.guesses) + 1 if has_draft else wanted
             request.block_size = min(wanted, drafted, request.remaining)
 
 
@@ -158,20 +161,22 @@ def run_round(batch: Sequence[Request], adapter: ModelAdapter, kv: KVCache, hook
     drafts |= draft_blocks(batch, undrafted, adapter, kv, hooks)
 
     choices = {row: _choice(batch[row], drafts[row]) for row in live}
-    drafts = {row: drafts[row].cut(choices[row].verified or batch[row].block_size) for row in live}
+    verified = {row: drafts[row].cut(choices[row].verified or batch[row].block_size) for row in live}
     rows = [
-        _verify_segments(request, drafts[row], choices[row], adapter) if row in choices else []
+        _verify_segments(request, verified[row], choices[row], adapter) if row in choices else []
         for row, request in enumerate(batch)
     ]
     kind = "fused" if any(choice.branches for choice in choices.values()) else "verify"
     # Where nothing is drafted, nobody asks for second choices; where nothing was, nobody for entropies.
     candidates = _candidates(batch, live) if kind == "fused" else 1
-    entropies = any(draft.guesses for draft in drafts.values())
+    entropies = any(draft.guesses for draft in verified.values())
     plan, predictions = adapter.forward(rows, kv, candidates, _samplings(batch), entropies)
     _tell(kind, [batch[row] for row in live], plan.query_tokens, predictions, hooks.on_verify)
 
     for row in live:
-        record = _accept(batch[row], drafts[row], choices[row], plan.outputs[row], plan.tokens_of(row), predictions)
+        record = _accept(batch[row], verified[row], choices[row], plan.outputs[row], plan.tokens_of(row), predictions)
+        if choices[row].leftovers and record.hit is None:
+            batch[row].draft = leftover(drafts[row], record.branches, len(record.committed))
         kv.commit(row, len(record.committed))
         batch[row].method.policy.observe(record)
         hooks.on_commit(record)
@@ -243,8 +248,11 @@ def _accept(
         _branch_record(branch, predictions, *span) for branch, span in zip(choice.branches, outputs[1:], strict=True)
     )
     stopped = request.finished is not None
-    hit = None if stopped else hit_branch(branches, len(committed), committed[-1])
-    request.draft = branches[hit].draft if hit is not None else Draft()
+    hit = None if stopped else hit_branch(branches, committed)
+    request.draft = Draft()
+    if hit is not None:
+        used = len(committed) - branches[hit].branch.depth
+        request.draft = Draft(branches[hit].draft.guesses[used:], DraftSource.BRANCH)
     request.rounds += 1
     return RoundRecord(
         request=request.id,

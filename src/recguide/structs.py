@@ -10,6 +10,7 @@ those and the *bonus*, the token that the verifier itself puts next.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,7 +21,7 @@ class BranchKind(StrEnum):
     CORRECTION = "correction"
     """The block is rejected at the branch's depth, and the verifier's token there is the replacement."""
     CONTINUATION = "continuation"
-    """The whole block is accepted, and the bonus is the branch's own first prediction."""
+    """`depth` tokens are committed, the last of them the branch's own first prediction; in the paper's rule the whole block."""
     ANY_BONUS = "any_bonus"
     """Exactly `depth` tokens are committed, whatever the bonus (the quadratic layout)."""
 
@@ -49,6 +50,8 @@ class Outcome(StrEnum):
     """Fully accepted, but the bonus is another than the continuation's first prediction."""
     FULL_NO_CONTINUATION = "full_no_continuation"
     """Fully accepted, and no continuation was built."""
+    FORETOLD_HIT = "foretold_hit"
+    """More was committed than a branch supposes, and it had foretold that too: the rest of it is the next draft."""
     ANY_BONUS_HIT = "any_bonus_hit"
     """The quadratic layout had prepared a draft for this stop."""
     ANY_BONUS_NOT_BUILT = "any_bonus_not_built"
@@ -66,6 +69,8 @@ class DraftSource(StrEnum):
     """A draft forward (several, under a draft threshold)."""
     BRANCH = "branch"
     """A branch of the round before: a reused round, one forward in all."""
+    LEFTOVER = "leftover"
+    """What the drafts of the round before had said of the tokens after a rejected one: no forward either."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,8 @@ class BranchChoice:
     risky: tuple[int, ...] = ()
     verified: int | None = None
     """Tokens of the block that are worth verifying, the seed included; None: all."""
+    leftovers: bool = False
+    """Whether what is left of the drafts is the next round's, where no branch foretold the end of this one."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +133,15 @@ class BranchRecord:
     branch: Branch
     first: int
     draft: Draft
+
+    def foretells(self, committed: Sequence[int]) -> bool:
+        """Whether these tokens of its round end as the branch supposes, or goes on to predict."""
+        since = len(committed) - self.branch.depth
+        if since < 0 or (since and since >= len(self.draft.guesses)):
+            return False
+        if self.branch.kind is BranchKind.ANY_BONUS:
+            return since == 0
+        return [self.first, *self.draft.tokens[:since]] == list(committed[self.branch.depth - 1 :])
 
 
 @dataclass(frozen=True)

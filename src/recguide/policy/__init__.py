@@ -12,7 +12,7 @@ from ..config import RecGuideConfig
 from .auto import Auto, AutoBranches
 from .base import AIMD, BlockPolicy, ConcurrencyTable, FixedBlock
 from .oracle import Oracle
-from .price import Price, Prices, solve_price
+from .price import Ratio, Prices, solve_price
 from .verification_guided import VerificationGuided
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "Oracle",
     "Policies",
     "PolicyShelf",
-    "Price",
+    "Ratio",
     "Prices",
     "VerificationGuided",
     "solve_price",

@@ -8,9 +8,8 @@ from statistics import median
 
 from ..calibration import CostProfile
 from ..structs import ForwardRecord
+from .best_round import TOKENS
 
-TOKENS = 128
-"""Query tokens of a request that curves reach to."""
 WINDOW = 15
 """Last measurements of a size that count."""
 LEAN = 3
@@ -32,31 +31,30 @@ class ForwardTimes:
     def __init__(self, profile: CostProfile | None = None) -> None:
         self._grid = _Grid([(c.load, c.block_size, c.verify_ms) for c in profile.rounds] if profile else [])
         self._scales = _Scales()
+        self._shapes: dict[int, list[float]] = {}
         self._curves: dict[int, list[float]] = {}
-        self._seen = 0
 
     def curve(self, load: int) -> list[float]:
         """`[129]`: milliseconds of a forward of `load` requests, by the query tokens of each."""
         if load not in self._curves:
-            self._curves[load] = [self._scaled(load, tokens) for tokens in range(TOKENS + 1)]
+            fixed, *_ = shape = self._shape(load)
+            scales = self._scales
+            self._curves[load] = [scales.fixed * fixed + scales.each * (ms - fixed) for ms in shape]
         return self._curves[load]
 
     def observe(self, record: ForwardRecord) -> float:
         """Learn from a forward that was run; returns its milliseconds, with the noise of the moment smoothed out."""
         requests = len(record.requests)
         tokens = record.query_tokens / requests
-        expected = self._grid.at(requests, tokens)
-        fixed_share = min(self._grid.at(requests, 0) / expected, 1.0)
-        self._scales.observe(record.query_tokens, fixed_share, 1000 * record.elapsed / expected)
-        self._seen += 1
-        # Curves are made anew now and then, not for every forward.
-        if self._seen < 32 or self._seen % 32 == 0:
-            self._curves.clear()
-        return self._scaled(requests, tokens)
+        fixed, expected = self._grid.at(requests, 0), self._grid.at(requests, tokens)
+        self._scales.observe(record.query_tokens, min(fixed / expected, 1.0), 1000 * record.elapsed / expected)
+        self._curves.clear()
+        return self._scales.fixed * fixed + self._scales.each * (expected - fixed)
 
-    def _scaled(self, load: int, tokens: float) -> float:
-        fixed = self._grid.at(load, 0)
-        return self._scales.fixed * fixed + self._scales.each * (self._grid.at(load, tokens) - fixed)
+    def _shape(self, load: int) -> list[float]:
+        if load not in self._shapes:
+            self._shapes[load] = [self._grid.at(load, tokens) for tokens in range(TOKENS + 1)]
+        return self._shapes[load]
 
 
 class _Grid:

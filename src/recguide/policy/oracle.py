@@ -10,7 +10,7 @@ from ..calibration import BLOCK_SIZES, CostProfile
 from ..errors import InputError
 from ..structs import RoundRecord
 from .base import BlockPolicy
-from .price import Price, Prices
+from .price import Ratio, Prices
 
 
 class Oracle(BlockPolicy):
@@ -59,9 +59,9 @@ class Oracle(BlockPolicy):
         self._written.pop(request, None)
         self._loads.pop(request, None)
 
-    def _of_best_fixed_block(self, load: int) -> Price:
+    def _of_best_fixed_block(self, load: int) -> Ratio:
         rates = [
             sum(min(length, size) for length in self._lengths) / len(self._lengths) / self._costs.round_ms(load, size)
             for size in self._sizes
         ]
-        return Price(max(rates), self._costs.round_ms(load, self._sizes[0]))
+        return Ratio(max(rates), self._costs.round_ms(load, self._sizes[0]))

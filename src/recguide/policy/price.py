@@ -5,32 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 
-class Price:
+class Ratio:
     """
-    Tokens that a request commits in a millisecond of its rounds, as a slow average.
+    A quotient of two sums that are added to round by round, the past slowly forgotten: a price, or how often odds came true.
 
     To maximise tokens over time, take in every round whatever maximises `tokens - price * time`, where the price is the rate that
-    is achieved by doing so (W. Dinkelbach, On nonlinear fractional programming, 1967). Each observed round moves the average a
+    is achieved by doing so (W. Dinkelbach, On nonlinear fractional programming, 1967). Each observed round moves the quotient a
     little, so that it converges to that fixed point and follows a change of prompts.
 
     Args:
-        start (`float`): tokens a millisecond.
-        round_ms (`float`): a usual round, to weigh the start with.
+        start (`float`): the quotient to begin with.
+        usual (`float`): what a round usually adds to the divisor, to weigh the start with.
         memory (`int`, defaults to 256): rounds after which a past one counts 1/e.
     """
 
-    def __init__(self, start: float, round_ms: float, memory: int = 256) -> None:
+    def __init__(self, start: float, usual: float, memory: int = 256) -> None:
         self._keep = 1 - 1 / memory
-        self._ms = round_ms * memory
-        self._tokens = start * self._ms
+        self._below = usual * memory
+        self._above = start * self._below
 
     @property
     def value(self) -> float:
-        return self._tokens / self._ms
+        return self._above / self._below
 
-    def observe(self, tokens: float, milliseconds: float) -> None:
-        self._tokens = self._tokens * self._keep + tokens
-        self._ms = self._ms * self._keep + milliseconds
+    def observe(self, above: float, below: float) -> None:
+        self._above = self._above * self._keep + above
+        self._below = self._below * self._keep + below
 
 
 class Prices:
@@ -39,14 +39,14 @@ class Prices:
 
     Args:
         loads (`Sequence[int]`): those that costs were measured at; another load has the price of the nearest.
-        start (callable): `load -> Price`, for the first time that it is asked for.
+        start (callable): `load -> Ratio`, for the first time that it is asked for.
     """
 
-    def __init__(self, loads: Sequence[int], start: Callable[[int], Price]) -> None:
+    def __init__(self, loads: Sequence[int], start: Callable[[int], Ratio]) -> None:
         self._loads, self._start = loads, start
-        self._by_load: dict[int, Price] = {}
+        self._by_load: dict[int, Ratio] = {}
 
-    def at(self, load: int) -> Price:
+    def at(self, load: int) -> Ratio:
         nearest = min(self._loads, key=lambda measured: abs(measured - load))
         if nearest not in self._by_load:
             self._by_load[nearest] = self._start(nearest)

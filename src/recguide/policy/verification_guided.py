@@ -9,7 +9,7 @@ from ..calibration import ALL, BLOCK_SIZES, CostProfile, ProgressTable
 from ..structs import RoundRecord
 from .base import BlockPolicy, ConcurrencyTable
 from .history import History
-from .price import Price, Prices, solve_price
+from .price import Ratio, Prices, solve_price
 
 
 @dataclass
@@ -24,7 +24,7 @@ class VerificationGuided(BlockPolicy):
 
     `s` is minus the mean entropy of the last two rounds' verified decisions, `z` the last block's size and whether all of it was
     accepted. The first round of a request, without history, follows the load alone. The price at a load starts as the solution
-    for the calibrated mixture of rounds and then follows what is achieved ([`Price`]); the paper does not publish its own.
+    for the calibrated mixture of rounds and then follows what is achieved ([`Ratio`]); the paper does not publish its own.
 
     Args:
         progress (`ProgressTable`): V_B.
@@ -76,8 +76,8 @@ class VerificationGuided(BlockPolicy):
     def forget(self, request: int) -> None:
         self._histories.pop(request, None)
 
-    def _solved(self, load: int) -> Price:
+    def _solved(self, load: int) -> Ratio:
         milliseconds = [self._costs.round_ms(load, size) for size in self._sizes]
         rounds = self._progress.strata[ALL]
         mixture = [[row[size] for size in self._sizes] for row in rounds.expected]
-        return Price(solve_price(rounds.counts, mixture, milliseconds), sum(milliseconds) / len(milliseconds))
+        return Ratio(solve_price(rounds.counts, mixture, milliseconds), sum(milliseconds) / len(milliseconds))
