@@ -21,7 +21,7 @@ from recguide.policy import (
     FixedBlock,
     Oracle,
     Policies,
-    Price,
+    Ratio,
     VerificationGuided,
     solve_price,
 )
@@ -144,7 +144,7 @@ def test_no_choice_of_blocks_achieves_more_than_the_solved_price(
 
 
 def test_a_price_follows_what_is_achieved() -> None:
-    price = Price(1.0, 10.0, memory=50)
+    price = Ratio(1.0, 10.0, memory=50)
     assert price.value == 1.0
     price.observe(20, 10)
     assert 1.0 < price.value < 1.05

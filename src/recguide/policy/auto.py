@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 
 from ..calibration import ALL, BLOCK_SIZES, LARGEST_BLOCK, CostProfile, DraftOdds, ProgressTable
@@ -33,6 +33,7 @@ from ..structs import (
 from .base import BlockPolicy
 from .best_round import TOKENS, Odds, Situation, best_round
 from .forward_times import ForwardTimes
+from .guard import RULE, Guard
 from .history import History
 from .price import Ratio
 
@@ -74,8 +75,11 @@ class Auto(BlockPolicy):
         self._redrafted = _learned(0.7)
         self._foretold = _learned(0.7)
         self._leftover = _learned(0.8)
+        self._accepted = _learned(PRIOR_ACCEPTANCE)
         self._prices: dict[int, Ratio] = {}
-        self._load, self._plain, self._forward_ms = 1, 0, 0.0
+        self._guards: dict[int, Guard] = {}
+        self._load, self._plain = 1, 0
+        self._smooth_ms = self._true_ms = 0.0
 
     def block_size(self, request: int, load: int) -> int:
         self._load = load
@@ -88,6 +92,8 @@ class Auto(BlockPolicy):
         guesses = draft.guesses[:end]
         acceptance = [self._draft_odds.acceptance(guess.probability, i) for i, guess in enumerate(guesses, start=1)]
         history.leftover_odds = None
+        if self._guard.mode != RULE:
+            return _fixed_block(self._guard.mode, draft, remaining)
         if draft.source is DraftSource.LEFTOVER:
             history.leftover_odds = acceptance[0]
             acceptance[0] = min(acceptance[0] * self._leftover.value, 1.0)
@@ -130,9 +136,7 @@ class Auto(BlockPolicy):
         key = self._load.bit_length()
         if key not in self._prices:
             ms = self._times.curve(self._load)
-            # What plain decoding achieves, or blocks with a draft forward each.
-            start = max(1 / ms[1], *(self._mean[size] / (2 * ms[size]) for size in BLOCK_SIZES))
-            self._prices[key] = Ratio(start, 2 * ms[BLOCK_SIZES[1]])
+            self._prices[key] = Ratio(max(self._promises(self._mean).values()), ms[BLOCK_SIZES[1]])
         return self._prices[key]
 
     def _price_for(self, expected: tuple[float, ...]) -> float:
@@ -145,10 +149,8 @@ class Auto(BlockPolicy):
         return self._price.value * (expected[-1] / self._mean[-1]) ** LOCALITY
 
     @cached_property
-    def _mean(self) -> tuple[float, ...]:
-        """`[33]`: tokens that a new draft commits in the mean, by its length."""
-        if self._progress is None:
-            return (0.0, *accumulate(PRIOR_ACCEPTANCE**i for i in range(LARGEST_BLOCK)))
+    def _calibrated_mean(self) -> tuple[float, ...]:
+        assert self._progress is not None
         rounds = self._progress.strata[ALL]
         total = sum(rounds.counts)
         return tuple(
@@ -156,21 +158,45 @@ class Auto(BlockPolicy):
             for size in range(LARGEST_BLOCK + 1)
         )
 
+    @property
+    def _mean(self) -> tuple[float, ...]:
+        """`[33]`: tokens that a new draft commits in the mean, by its length."""
+        if self._progress is not None:
+            return self._calibrated_mean
+        # Rounded, since what is computed from it is kept.
+        return _of_equal_odds(round(min(self._accepted.value, 0.99), 2))
+
     def _expected(self, history: _History) -> tuple[float, ...]:
         """`[33]`, as the request's last rounds foretell."""
         if self._progress is None or history.certainty is None:
             return self._mean
         return self._progress.expected(history.certainty, history.last_block, history.was_full)
 
+    # --- the guard ---
+
+    @property
+    def _guard(self) -> Guard:
+        return self._guards.setdefault(self._load.bit_length(), Guard())
+
+    def _promises(self, expected: tuple[float, ...]) -> dict[int, float]:
+        """Tokens a millisecond of plain decoding, and of blocks with a draft forward each, at the present load."""
+        ms = self._times.curve(self._load)
+        return {1: 1 / ms[1]} | {size: expected[size] / (2 * ms[size]) for size in BLOCK_SIZES}
+
     # --- what is learned ---
 
     def observe_forward(self, record: ForwardRecord) -> None:
-        self._forward_ms = self._times.observe(record)
+        self._smooth_ms = self._times.observe(record)
+        # What is smooth is of a model of times, which may be wrong; but one disturbed forward must not decide either.
+        self._true_ms = min(1000 * record.elapsed, 2 * self._smooth_ms)
 
     def observe(self, record: RoundRecord) -> None:
         history = self._histories.setdefault(record.request, _History())
         committed = len(record.committed)
-        self._price.observe(committed, self._forward_ms)
+        self._price.observe(committed, self._smooth_ms)
+        self._guard.observe(committed, self._true_ms, self._promises(self._expected(history)))
+        if record.draft.source is DraftSource.BRANCH:
+            self._accepted.observe(record.accepted, min(record.accepted + 1, record.block_size - 1))
         if record.block_size > 1:
             if record.entropies and self._progress is not None:
                 history.uncertainties.append(self._progress.uncertainty(record.entropies))
@@ -196,6 +222,19 @@ class Auto(BlockPolicy):
 
 def _learned(prior: float) -> Ratio:
     return Ratio(prior, PRIOR_ROUNDS / MEMORY, MEMORY)
+
+
+@cache
+def _of_equal_odds(acceptance: float) -> tuple[float, ...]:
+    return (0.0, *accumulate(acceptance**i for i in range(LARGEST_BLOCK)))
+
+
+def _fixed_block(size: int, draft: Draft, remaining: int) -> BranchChoice:
+    """The guard's modes: a block's draft, begun beside a seed, is verified as it is; nothing else rides along."""
+    if draft.guesses:
+        return BranchChoice(verified=min(size, len(draft.guesses) + 1))
+    length = min(size, remaining - 1)
+    return BranchChoice((Branch(BranchKind.CONTINUATION, 1, length),) if length > 1 else (), verified=1)
 
 
 @dataclass(frozen=True)

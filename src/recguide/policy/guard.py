@@ -1,0 +1,61 @@
+"""What keeps `auto` from losing: its own rate, measured, against what plain decoding and fixed blocks promise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+RULE = 0
+"""The mode in which `auto` decides by itself; the others are block sizes, 1 for plain decoding."""
+TRIAL = 64
+"""Rounds that a mode is measured for."""
+SLACK = 0.9
+"""A promise counts if the rule achieves less than this share of it: promises are forecasts, and texts differ from one trial to the next."""
+
+
+class Guard:
+    """
+    Which mode a load is served in.
+
+    The rule is on trial all the time. Where it achieves clearly less than another mode promises, that mode takes over: for one trial
+    first, and for twice as many each time that the rule, tried again, loses again. Where it does not keep its promise, the rule comes back. So a rule
+    that is wrong for good costs the time of a trial in 64, 128, 256, … rounds: the regret grows with the logarithm of their number.
+    """
+
+    def __init__(self) -> None:
+        self.mode = RULE
+        self._tokens = self._ms = 0.0
+        self._rounds = 0
+        self._promised: dict[int, float] = {}
+        self._to_beat = 0.0
+        """What the rule achieved when it was last sent away."""
+        self._stay, self._trials_left = 1, 0
+
+    def observe(self, tokens: float, ms: float, promises: Mapping[int, float]) -> None:
+        """
+        Take note of a round.
+
+        Args:
+            tokens (`float`): that it committed.
+            ms (`float`): that it took.
+            promises (`Mapping[int, float]`): tokens a millisecond that each other mode may be expected to achieve there.
+        """
+        self._tokens, self._ms, self._rounds = self._tokens + tokens, self._ms + ms, self._rounds + 1
+        for mode, rate in promises.items():
+            self._promised[mode] = self._promised.get(mode, 0.0) + rate
+        if self._rounds < TRIAL:
+            return
+        rate = self._tokens / self._ms
+        best = max(self._promised, key=self._promised.__getitem__)
+        promised = self._promised[best] / self._rounds
+        self._tokens = self._ms = 0.0
+        self._rounds, self._promised = 0, {}
+        if self.mode == RULE:
+            if rate < SLACK * promised:
+                self.mode, self._to_beat, self._trials_left = best, rate, self._stay
+                self._stay *= 2
+            else:
+                self._stay = 1
+            return
+        self._trials_left -= 1
+        if rate < self._to_beat or self._trials_left == 0:
+            self.mode = RULE
