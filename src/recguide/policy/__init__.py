@@ -12,7 +12,7 @@ from ..config import RecGuideConfig
 from .auto import Auto, AutoBranches
 from .base import AIMD, BlockPolicy, ConcurrencyTable, FixedBlock
 from .oracle import Oracle
-from .price import Ratio, Prices, solve_price
+from .price import Prices, Ratio, solve_price
 from .verification_guided import VerificationGuided
 
 __all__ = [
@@ -26,8 +26,8 @@ __all__ = [
     "Oracle",
     "Policies",
     "PolicyShelf",
-    "Ratio",
     "Prices",
+    "Ratio",
     "VerificationGuided",
     "solve_price",
 ]

@@ -1,24 +1,23 @@
 """One rule for every load: whatever a round may do is priced in the same currency.
 
-A committed token is worth 1. A millisecond costs the rate at which the request commits tokens anyway, since that is what it would bring
-otherwise: the rate that all achieve ([`Price`]), higher or lower as its own last rounds foretell. A request must cross the hard
-stretches of its text whatever they cost, so there a millisecond is worth less. How much of a block is verified, which branches ride
-along and how long they are: each is taken as far as it is expected to bring more than it costs. Spare compute at low load lets
-branches ride along; a busy machine shortens them, down to plain decoding; no threshold lies between.
+A committed token is worth 1. A millisecond costs the rate at which tokens are committed anyway ([`~price.Ratio`]), since that is
+what it would bring otherwise. How much of a block is verified, which branches ride along and how long they are: [`~best_round`] takes
+each as far as it brings more than it costs. Spare compute at low load lets branches ride along; a busy machine shortens
+them, down to plain decoding; no threshold lies between.
 
-There are no draft forwards. A request without a draft verifies its seed alone, which commits a token, and a continuation branch
-drafts beside it what may follow. Where that branch's first prediction is the committed token the draft is as good as one made
-in a forward of its own; where it is not, a forward was spent and not two. And in a batch nobody waits for a draft forward of others.
+There are no draft forwards. A request without a draft verifies its seed alone, which commits a token, and a branch drafts beside it
+what may follow. In a batch it also means that nobody waits for a draft forward of others. After a rejection that no branch
+foretold, what is left of the old draft is verified: a draft that was wrong in one place is often right in the next.
+
+Odds and times are corrected by what is seen; without tables they are learned from scratch. A [`~guard.Guard`] watches the whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import accumulate
+from dataclasses import dataclass, field
 
-from ..calibration import ALL, BLOCK_SIZES, LARGEST_BLOCK, CostProfile, DraftOdds, ProgressTable
+from ..calibration import BLOCK_SIZES, LARGEST_BLOCK, CostProfile, DraftOdds, ProgressTable
 from ..structs import (
     Branch,
     BranchChoice,
@@ -35,14 +34,15 @@ from .best_round import TOKENS, Odds, Situation, best_round
 from .forward_times import ForwardTimes
 from .guard import RULE, Guard
 from .history import History
-from .price import Ratio
+from .price import PRIOR_ROUNDS, Ratio, learned
+from .prospects import CalibratedProspects, LearnedProspects, Prospects
 
-PRIOR_ACCEPTANCE = 0.86
-"""Of each drafted token, without a calibration: blocks commit 5.0, 6.5 and 7.1 tokens then, as in Table 2 of arXiv 2609.34388, on the careful side."""
-PRIOR_ROUNDS = 10
-"""Weight of what is assumed against what is seen."""
-MEMORY = 64
-"""Rounds after which a past one counts 1/e in what is learned of drafts."""
+PRICE_MEMORY = 256
+"""Rounds."""
+ODDS_BINS, ODDS_MEMORY = 10, 512
+"""Odds of acceptance are corrected in so many classes, by as many of the last tokens in each."""
+PRIOR_REDRAFTED, PRIOR_FORETOLD, PRIOR_LEFTOVER = 0.7, 0.7, 0.8
+"""See [`Odds`]; what is soon learned is 0.9, 0.8 and 0.9 for the embedded model."""
 LOCALITY = 0.25
 """How far a request's own prospects move the price of its milliseconds; see [`Auto._price_for`]."""
 EXPLORE = 32
@@ -51,8 +51,8 @@ EXPLORE = 32
 
 @dataclass
 class _History(History):
-    leftover_odds: float | None = None
-    """That the first token of its draft is right, by its probability; `None` where the draft is no leftover."""
+    odds: list[float] = field(default_factory=list)
+    """Of its draft's tokens, before what is learned of odds."""
 
 
 class Auto(BlockPolicy):
@@ -69,13 +69,14 @@ class Auto(BlockPolicy):
     def __init__(self, progress: ProgressTable | None = None, profile: CostProfile | None = None) -> None:
         self._progress = progress
         self._draft_odds = progress.odds if progress else DraftOdds()
+        self._prospects: Prospects = CalibratedProspects(progress) if progress else LearnedProspects()
         self._times = ForwardTimes(profile)
         self._histories: dict[int, _History] = {}
-        self._continuation = _learned(self._draft_odds.continuation)
-        self._redrafted = _learned(0.7)
-        self._foretold = _learned(0.7)
-        self._leftover = _learned(0.8)
-        self._accepted = _learned(PRIOR_ACCEPTANCE)
+        self._continuation = learned(self._draft_odds.continuation)
+        self._redrafted = learned(PRIOR_REDRAFTED)
+        self._foretold = learned(PRIOR_FORETOLD)
+        self._leftover = learned(PRIOR_LEFTOVER)
+        self._came_true = [learned(1.0, ODDS_MEMORY) for _ in range(ODDS_BINS)]
         self._prices: dict[int, Ratio] = {}
         self._guards: dict[int, Guard] = {}
         self._load, self._plain = 1, 0
@@ -90,14 +91,15 @@ class Auto(BlockPolicy):
         history = self._histories.setdefault(request, _History())
         end = next((i for i, guess in enumerate(draft.guesses, start=1) if guess.token in eos), len(draft.guesses))
         guesses = draft.guesses[:end]
-        acceptance = [self._draft_odds.acceptance(guess.probability, i) for i, guess in enumerate(guesses, start=1)]
-        history.leftover_odds = None
+        history.odds = [self._draft_odds.acceptance(guess.probability, i) for i, guess in enumerate(guesses, start=1)]
         if self._guard.mode != RULE:
             return _fixed_block(self._guard.mode, draft, remaining)
+        acceptance = [min(odds * self._came_true[_bin(odds)].value, 1.0) for odds in history.odds]
+        if draft.source is DraftSource.BRANCH:
+            self._prospects.learn(history, acceptance)
         if draft.source is DraftSource.LEFTOVER:
-            history.leftover_odds = acceptance[0]
             acceptance[0] = min(acceptance[0] * self._leftover.value, 1.0)
-        expected = self._expected(history)
+        expected = self._prospects.of(history)
         situation = Situation(
             guesses,
             acceptance,
@@ -135,8 +137,10 @@ class Auto(BlockPolicy):
         """At the present load; loads within a factor of two have one together, so that one that wavers has one price."""
         key = self._load.bit_length()
         if key not in self._prices:
-            ms = self._times.curve(self._load)
-            self._prices[key] = Ratio(max(self._promises(self._mean).values()), ms[BLOCK_SIZES[1]])
+            usual = self._times.curve(self._load)[BLOCK_SIZES[1]]
+            self._prices[key] = Ratio(
+                max(self._promises(self._prospects.mean).values()), usual * PRIOR_ROUNDS / PRICE_MEMORY, PRICE_MEMORY
+            )
         return self._prices[key]
 
     def _price_for(self, expected: tuple[float, ...]) -> float:
@@ -146,31 +150,8 @@ class Auto(BlockPolicy):
         Time saved in a hard stretch of a text is not spent on an easier one, since the text must be written as it stands. But what the last
         rounds foretell is only partly true.
         """
-        return self._price.value * (expected[-1] / self._mean[-1]) ** LOCALITY
-
-    @cached_property
-    def _calibrated_mean(self) -> tuple[float, ...]:
-        assert self._progress is not None
-        rounds = self._progress.strata[ALL]
-        total = sum(rounds.counts)
-        return tuple(
-            sum(n * row[size] for n, row in zip(rounds.counts, rounds.expected, strict=True)) / total
-            for size in range(LARGEST_BLOCK + 1)
-        )
-
-    @property
-    def _mean(self) -> tuple[float, ...]:
-        """`[33]`: tokens that a new draft commits in the mean, by its length."""
-        if self._progress is not None:
-            return self._calibrated_mean
-        # Rounded, since what is computed from it is kept.
-        return _of_equal_odds(round(min(self._accepted.value, 0.99), 2))
-
-    def _expected(self, history: _History) -> tuple[float, ...]:
-        """`[33]`, as the request's last rounds foretell."""
-        if self._progress is None or history.certainty is None:
-            return self._mean
-        return self._progress.expected(history.certainty, history.last_block, history.was_full)
+        share: float = (expected[-1] / self._prospects.mean[-1]) ** LOCALITY
+        return self._price.value * share
 
     # --- the guard ---
 
@@ -194,39 +175,39 @@ class Auto(BlockPolicy):
         history = self._histories.setdefault(record.request, _History())
         committed = len(record.committed)
         self._price.observe(committed, self._smooth_ms)
-        self._guard.observe(committed, self._true_ms, self._promises(self._expected(history)))
-        if record.draft.source is DraftSource.BRANCH:
-            self._accepted.observe(record.accepted, min(record.accepted + 1, record.block_size - 1))
+        self._guard.observe(committed, self._true_ms, self._promises(self._prospects.of(history)))
         if record.block_size > 1:
             if record.entropies and self._progress is not None:
                 history.uncertainties.append(self._progress.uncertainty(record.entropies))
             history.last_block = next(size for size in BLOCK_SIZES if size >= record.block_size)
-            history.was_full = committed == record.block_size
-            if history.leftover_odds is not None:
-                self._leftover.observe(record.accepted > 0, history.leftover_odds)
+            history.was_full, history.last_committed = committed == record.block_size, committed
+        self._learn_odds(record, history.odds)
         if record.outcome is Outcome.STOPPED:
             return
         for branch in record.branches:
             depth = branch.branch.depth
             if branch.branch.kind is BranchKind.CONTINUATION and depth <= committed:
-                if committed > depth:
-                    self._foretold.observe(branch.foretells(record.committed), 1)
-                elif depth == record.block_size:
-                    self._continuation.observe(branch.foretells(record.committed), 1)
-                else:
-                    self._redrafted.observe(branch.foretells(record.committed), 1)
+                whole = depth == record.block_size
+                odds = self._foretold if committed > depth else self._continuation if whole else self._redrafted
+                odds.observe(branch.foretells(record.committed), 1)
+
+    def _learn_odds(self, record: RoundRecord, odds: list[float]) -> None:
+        verified = odds[: len(record.draft.guesses)]
+        # The first of a leftover follows a rejected token, and has a factor of its own.
+        later = record.draft.source is DraftSource.LEFTOVER
+        if later and verified:
+            self._leftover.observe(
+                record.accepted > 0, min(verified[0] * self._came_true[_bin(verified[0])].value, 1.0)
+            )
+        for i, predicted in enumerate(verified[later : record.accepted + 1], start=later):
+            self._came_true[_bin(predicted)].observe(i < record.accepted, predicted)
 
     def forget(self, request: int) -> None:
         self._histories.pop(request, None)
 
 
-def _learned(prior: float) -> Ratio:
-    return Ratio(prior, PRIOR_ROUNDS / MEMORY, MEMORY)
-
-
-@cache
-def _of_equal_odds(acceptance: float) -> tuple[float, ...]:
-    return (0.0, *accumulate(acceptance**i for i in range(LARGEST_BLOCK)))
+def _bin(odds: float) -> int:
+    return min(int(odds * ODDS_BINS), ODDS_BINS - 1)
 
 
 def _fixed_block(size: int, draft: Draft, remaining: int) -> BranchChoice:

@@ -1,9 +1,9 @@
 """The best round for one request: how much of its draft to verify, and which branches ride along. Pure functions of odds and a price.
 
-Everything is counted in tokens. Verifying v tokens of the block brings `S_0 + … + S_(v-1)`, S_i being the odds that the first i drafted tokens
-are right. A round ends with c tokens committed, in one of v ways, and what the next round has to verify then is worth something too: a
-branch that foretold the end is a new draft; without one there is what is left of the old draft. A branch is worth what it adds to that, over all ends.
-From both goes `price * milliseconds`.
+Everything is counted in tokens. Verifying v tokens of the block brings `S_0 + … + S_(v-1)`, S_i being the odds that the first i
+drafted tokens are right. A round ends with c tokens committed, in one of v ways, and what the next round has to verify then is worth
+something too: a branch that foretold the end is a new draft; without one there is what is left of the old draft. A branch is
+worth what it adds to that, over all ends. From both goes `price * milliseconds`.
 """
 
 from __future__ import annotations
@@ -212,6 +212,8 @@ class _BestRound:
 def _accepted(expected: tuple[float, ...], size: int) -> list[float]:
     """Of a branch's predictions after the first, those expected to be accepted once some have been, by how many."""
     return [
-        (expected[size] - expected[used]) / survived - 1 if (survived := expected[used + 1] - expected[used]) > 0 else 0.0
+        (expected[size] - expected[used]) / survived - 1
+        if (survived := expected[used + 1] - expected[used]) > 0
+        else 0.0
         for used in range(size - 1)
     ]

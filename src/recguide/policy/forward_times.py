@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections import deque
 from statistics import median
 
+import numpy as np
+
 from ..calibration import CostProfile
 from ..structs import ForwardRecord
 from .best_round import TOKENS
@@ -20,41 +22,86 @@ class ForwardTimes:
     """
     Milliseconds of verifying forwards, with or without branches; `auto` runs no others.
 
-    A profile, or without one a straight line of no scale, gives the shape: a fixed part, and what query tokens add to it. The times of
-    real forwards scale both parts. So a machine without a profile is known after a few rounds, one that changes is followed, and
-    a curve never gets bumps that were only noise.
+    A profile gives the shape: a fixed part, and what query tokens add to it; the times of real forwards scale both parts, so that a machine
+    that changes is followed, and a curve never gets bumps that were only noise. Without a profile a plane is learned from scratch.
 
     Args:
         profile (`CostProfile`, *optional*): measured rounds.
     """
 
     def __init__(self, profile: CostProfile | None = None) -> None:
-        self._grid = _Grid([(c.load, c.block_size, c.verify_ms) for c in profile.rounds] if profile else [])
-        self._scales = _Scales()
-        self._shapes: dict[int, list[float]] = {}
+        self._model: _Scaled | _Plane = _Scaled(profile) if profile else _Plane()
         self._curves: dict[int, list[float]] = {}
 
     def curve(self, load: int) -> list[float]:
         """`[129]`: milliseconds of a forward of `load` requests, by the query tokens of each."""
         if load not in self._curves:
-            fixed, *_ = shape = self._shape(load)
-            scales = self._scales
-            self._curves[load] = [scales.fixed * fixed + scales.each * (ms - fixed) for ms in shape]
+            self._curves[load] = self._model.curve(load)
         return self._curves[load]
 
     def observe(self, record: ForwardRecord) -> float:
         """Learn from a forward that was run; returns its milliseconds, with the noise of the moment smoothed out."""
-        requests = len(record.requests)
-        tokens = record.query_tokens / requests
-        fixed, expected = self._grid.at(requests, 0), self._grid.at(requests, tokens)
-        self._scales.observe(record.query_tokens, min(fixed / expected, 1.0), 1000 * record.elapsed / expected)
         self._curves.clear()
-        return self._scales.fixed * fixed + self._scales.each * (expected - fixed)
+        return self._model.observe(len(record.requests), record.query_tokens, 1000 * record.elapsed)
 
-    def _shape(self, load: int) -> list[float]:
+
+class _Scaled:
+    """A profile's grid, its fixed part and what tokens add scaled by what is measured."""
+
+    def __init__(self, profile: CostProfile) -> None:
+        self._grid = _Grid([(c.load, c.block_size, c.verify_ms) for c in profile.rounds])
+        self._scales = _Scales()
+        self._shapes: dict[int, list[float]] = {}
+
+    def curve(self, load: int) -> list[float]:
         if load not in self._shapes:
             self._shapes[load] = [self._grid.at(load, tokens) for tokens in range(TOKENS + 1)]
-        return self._shapes[load]
+        fixed, *_ = shape = self._shapes[load]
+        scales = self._scales
+        return [scales.fixed * fixed + scales.each * (ms - fixed) for ms in shape]
+
+    def observe(self, requests: int, query_tokens: int, ms: float) -> float:
+        fixed, expected = self._grid.at(requests, 0), self._grid.at(requests, query_tokens / requests)
+        self._scales.observe(query_tokens, min(fixed / expected, 1.0), ms / expected)
+        return self._scales.fixed * fixed + self._scales.each * (expected - fixed)
+
+
+class _Plane:
+    """
+    `a + b * requests + c * query tokens`, by least squares of relative errors over the last forwards.
+
+    To begin with a forward is taken to cost as much as 32 of its query tokens, or 64 of its requests, at the scale of the first one that is
+    seen; this counts little, but decides what measurements leave open.
+    """
+
+    SHAPE = np.array([1.0, 1 / 64, 1 / 32])
+    WEIGHT = 0.05
+    """Of the prior, in measurements."""
+    KEEP = 1 - 1 / 128
+    CLIP = 2.0
+    """A forward that took longer than so many times what was expected counts as that: something else was in its way."""
+
+    def __init__(self) -> None:
+        self._prior = self._plane = self.SHAPE
+        self._gram, self._sums, self._seen = np.zeros((3, 3)), np.zeros(3), 0
+
+    def curve(self, load: int) -> list[float]:
+        fixed, each = float(self._plane @ (1, load, 0)), load * float(self._plane[2])
+        return [fixed + each * tokens for tokens in range(TOKENS + 1)]
+
+    def observe(self, requests: int, query_tokens: int, ms: float) -> float:
+        features = np.array([1.0, requests, query_tokens])
+        if not self._seen:
+            self._prior = self._plane = self.SHAPE * (ms / (self.SHAPE @ features))
+        self._seen += 1
+        ms = min(ms, self.CLIP * float(self._plane @ features))
+        self._gram = self.KEEP * self._gram + np.outer(features, features) / ms**2
+        self._sums = self.KEEP * self._sums + features / ms
+        weights = np.diag(self.WEIGHT * self._prior**-2)
+        solved = np.linalg.solve(self._gram + weights, self._sums + weights @ self._prior)
+        # Nothing gets faster by having more to do.
+        self._plane = np.maximum(solved, 0.01 * self._prior)
+        return float(self._plane @ features)
 
 
 class _Grid:
@@ -70,9 +117,6 @@ class _Grid:
         }
 
     def at(self, load: int, tokens: float) -> float:
-        if not self._rows:
-            # Without a scale: a forward costs as much as 32 of its query tokens, and one for each.
-            return 1 + load * tokens / 32
         return _between([(known, _between(row, tokens)) for known, row in self._rows.items()], load)
 
 

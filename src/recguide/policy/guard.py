@@ -17,8 +17,9 @@ class Guard:
     Which mode a load is served in.
 
     The rule is on trial all the time. Where it achieves clearly less than another mode promises, that mode takes over: for one trial
-    first, and for twice as many each time that the rule, tried again, loses again. Where it does not keep its promise, the rule comes back. So a rule
-    that is wrong for good costs the time of a trial in 64, 128, 256, … rounds: the regret grows with the logarithm of their number.
+    first, and for twice as many each time that the rule, tried again, loses again. Where it does not keep its promise, the rule
+    comes back. So a rule that is wrong for good costs the time of a trial in 64, 128, 256, … rounds: the regret grows with the
+    logarithm of their number.
     """
 
     def __init__(self) -> None:

@@ -14,6 +14,8 @@ class History:
     """Mean entropies of the last two, in nats."""
     last_block: int = 0
     was_full: bool = False
+    last_committed: int | None = None
+    """By the last block with a draft."""
 
     @property
     def certainty(self) -> float | None:

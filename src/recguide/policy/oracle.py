@@ -10,7 +10,7 @@ from ..calibration import BLOCK_SIZES, CostProfile
 from ..errors import InputError
 from ..structs import RoundRecord
 from .base import BlockPolicy
-from .price import Ratio, Prices
+from .price import Prices, Ratio
 
 
 class Oracle(BlockPolicy):

@@ -33,6 +33,15 @@ class Ratio:
         self._below = self._below * self._keep + below
 
 
+PRIOR_ROUNDS = 10
+"""Weight of what is assumed against what is seen."""
+
+
+def learned(prior: float, memory: int = 64) -> Ratio:
+    """How often odds come true, or the like: `prior` at first, then soon what is seen."""
+    return Ratio(prior, PRIOR_ROUNDS / memory, memory)
+
+
 class Prices:
     """
     A price for each load, since time is scarcer where more requests share it.

@@ -9,7 +9,7 @@ from ..calibration import ALL, BLOCK_SIZES, CostProfile, ProgressTable
 from ..structs import RoundRecord
 from .base import BlockPolicy, ConcurrencyTable
 from .history import History
-from .price import Ratio, Prices, solve_price
+from .price import Prices, Ratio, solve_price
 
 
 @dataclass
