@@ -79,6 +79,19 @@ class RoundCost:
 
 
 @dataclass(frozen=True)
+class ForwardCost:
+    """
+    Milliseconds of one forward, the host's work for it included, of `load` requests with `query_tokens` each: half of them verified, half a
+    branch's. Each request is `context` long.
+    """
+
+    load: int
+    query_tokens: int
+    context: int
+    ms: float
+
+
+@dataclass(frozen=True)
 class CostProfile:
     """
     The paper's T_C(B): a measured grid, kept raw, since costs are jagged and need not grow with the load.
@@ -87,11 +100,20 @@ class CostProfile:
         fingerprint (`Fingerprint`): of the setup.
         rounds (`tuple[RoundCost]`): every load with every block size, at one context or several.
         environment (`dict`): versions and processor, for the reader.
+        forwards (`tuple[ForwardCost]`): every load with every number of query tokens; without them verifying forwards of rounds stand in.
     """
 
     fingerprint: Fingerprint
     rounds: tuple[RoundCost, ...]
     environment: Mapping[str, Any] = field(default_factory=dict)
+    forwards: tuple[ForwardCost, ...] = ()
+
+    @property
+    def forward_cells(self) -> list[tuple[int, int, float]]:
+        """Of forwards: requests, query tokens of each, milliseconds; a cell for each context."""
+        if self.forwards:
+            return [(cost.load, cost.query_tokens, cost.ms) for cost in self.forwards]
+        return [(cost.load, cost.block_size, cost.verify_ms) for cost in self.rounds]
 
     @cached_property
     def _grid(self) -> dict[int, tuple[list[int], list[float]]]:
@@ -139,7 +161,9 @@ class CostProfile:
         if (loaded := _load(directory, expected, "profile", may_lack)) is None:
             return None
         data, found = loaded
-        return cls(found, tuple(RoundCost(**cost) for cost in data["rounds"]), data["environment"])
+        rounds = tuple(RoundCost(**cost) for cost in data["rounds"])
+        forwards = tuple(ForwardCost(**cost) for cost in data["forwards"])
+        return cls(found, rounds, data["environment"], forwards)
 
 
 # --- what a round commits ---

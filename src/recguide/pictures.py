@@ -187,26 +187,32 @@ def round_times(profile: CostProfile) -> Figure:
 
 
 def forward_times(profile: CostProfile) -> Figure:
-    """Milliseconds of draft and verify forwards against their query tokens; a round's bookkeeping is in them."""
-    figure, (left, right) = _panels(2, 9, 4, share=True)
-    for axes, kind in ((left, "draft"), (right, "verify")):
-        for number, size in enumerate(profile.block_sizes):
-            cells = [cost for cost in profile.rounds if cost.block_size == size]
-            # Plain decoding drafts nothing.
-            if kind == "verify" or size > 1:
-                axes.plot(
-                    [cost.load * size for cost in cells],
-                    [cost.draft_ms if kind == "draft" else cost.verify_ms for cost in cells],
-                    color=COLOURS[number % len(COLOURS)],
-                    marker=MARKERS[number % len(MARKERS)],
-                    linestyle="none",
-                    label=f"B = {size}",
-                )
+    """Milliseconds of draft forwards, verify forwards and those with a branch against their query tokens, bookkeeping included."""
+    blocks = [(f"B = {size}", [c for c in profile.rounds if c.block_size == size]) for size in profile.block_sizes]
+    kinds = {
+        # Plain decoding drafts nothing.
+        "draft": [
+            (label, [(c.load * c.block_size, c.draft_ms) for c in cells if c.draft_ms]) for label, cells in blocks
+        ],
+        "verify": [(label, [(c.load * c.block_size, c.verify_ms) for c in cells]) for label, cells in blocks],
+    }
+    if profile.forwards:
+        kinds["with a branch"] = [
+            (f"{tokens} a request", [(c.load * tokens, c.ms) for c in profile.forwards if c.query_tokens == tokens])
+            for tokens in sorted({cost.query_tokens for cost in profile.forwards})
+        ]
+    figure, panels = _panels(len(kinds), 4.5 * len(kinds), 4, share=True)
+    ticks = sorted({c.load * c.block_size for c in profile.rounds})[::2]
+    for axes, (kind, lines) in zip(panels, kinds.items(), strict=True):
+        for number, (label, points) in enumerate(lines):
+            if points:
+                x, y = zip(*points, strict=True)
+                colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+                axes.plot(x, y, color=colour, marker=marker, linestyle="none", label=label)
         axes.set(xscale="log", yscale="log", xlabel="query tokens of the forward", title=kind)
-        _plain_ticks(axes, sorted({c.load * c.block_size for c in profile.rounds})[::2])
-    left.set_ylabel("milliseconds")
-    handles, labels = right.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False)
+        axes.legend(frameon=False, fontsize=7)
+        _plain_ticks(axes, ticks)
+    panels[0].set_ylabel("milliseconds")
     return figure
 
 

@@ -19,11 +19,11 @@ from rich.table import Table
 from .. import pictures
 from ..adapter import ModelAdapter
 from ..attention import resolve_backend
-from ..calibration import BLOCK_SIZES, CostProfile, ProgressTable, RoundCost
+from ..calibration import BLOCK_SIZES, CostProfile, ForwardCost, ProgressTable, RoundCost
 from ..errors import InputError
 from ..fitting import fit_progress
 from ..loop import tables_directory
-from ..profiling import measure_rounds
+from ..profiling import measure_costs
 from ..tiny.tasks import FAMILIES, make_task
 from .benchmark import environment
 from .loading import TINY, chat_ids, load, readable_errors
@@ -55,7 +55,9 @@ def profile(
     threads: ThreadsOption = None,
 ) -> None:
     """
-    Measure what a round costs here, by load, block size and context. Run it on the machine that is to serve, with nothing else.
+    Measure what rounds cost here, by load, block size and context, and forwards, by load, query tokens and context.
+
+    Run it on the machine that is to serve, with nothing else.
 
     Interrupted, it goes on where it was when started again.
     """
@@ -72,13 +74,15 @@ def profile(
             done = [pair for step, pair in pairs.items() if step in unfinished.done]
             steps = zip(
                 [step for step in pairs if step not in unfinished.done],
-                measure_rounds(adapter, grid[0], grid[1], contexts, repeats, done),
+                measure_costs(adapter, grid[0], grid[1], contexts, repeats, done),
                 strict=True,
             )
             for step, costs in track(steps, "profile", len(pairs) - len(done), console=Console(stderr=True)):
-                unfinished.add(step, [asdict(cost) for cost in costs])
-            rounds = tuple(RoundCost(**cost) for step in pairs for cost in unfinished.done[step])
-            result = CostProfile(adapter.fingerprint, rounds, environment(model, adapter.model))
+                unfinished.add(step, [[asdict(cost) for cost in kind] for kind in costs])
+            steps_done = [unfinished.done[step] for step in pairs]
+            rounds = tuple(RoundCost(**cost) for of_rounds, _ in steps_done for cost in of_rounds)
+            forwards = tuple(ForwardCost(**cost) for _, of_forwards in steps_done for cost in of_forwards)
+            result = CostProfile(adapter.fingerprint, rounds, environment(model, adapter.model), forwards)
             path = result.save(directory)
             drawn = pictures.save(pictures.of_profile(result), figures) if figures else []
         table = Table(title="milliseconds a round", box=None)
@@ -88,6 +92,7 @@ def profile(
         for number in grid[0]:
             table.add_row(str(number), *(f"{result.round_ms(number, size):.1f}" for size in grid[1]))
         out.print(table)
+        out.print(_forwards(result))
         _name_files([path, *drawn])
 
 
@@ -201,6 +206,21 @@ def _prompts(file: Path | None, count: int) -> list[str]:
     if not texts:
         raise InputError(f"{file} has no prompts.")
     return texts[:count]
+
+
+def _forwards(profile: CostProfile) -> Table:
+    tokens = sorted({cost.query_tokens for cost in profile.forwards})
+    cells: dict[tuple[int, int], list[float]] = {}
+    for cost in profile.forwards:
+        cells.setdefault((cost.load, cost.query_tokens), []).append(cost.ms)
+    return _shown(
+        "milliseconds a forward, by the query tokens of each request",
+        ("requests", *map(str, tokens)),
+        [
+            (str(load), *(f"{sum(cells[load, count]) / len(cells[load, count]):.1f}" for count in tokens))
+            for load in profile.loads
+        ],
+    )
 
 
 def _quality(table: ProgressTable) -> Iterator[Table | str]:

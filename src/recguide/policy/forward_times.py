@@ -49,7 +49,7 @@ class _Scaled:
     """A profile's grid, its fixed part and what tokens add scaled by what is measured."""
 
     def __init__(self, profile: CostProfile) -> None:
-        self._grid = _Grid([(c.load, c.block_size, c.verify_ms) for c in profile.rounds])
+        self._grid = _Grid(profile.forward_cells)
         self._scales = _Scales()
         self._shapes: dict[int, list[float]] = {}
 
