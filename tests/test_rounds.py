@@ -388,7 +388,7 @@ def test_a_hit_hands_on_the_branch_s_own_draft_and_margins() -> None:
     first, second = log.rounds[:2]
     assert first.hit == 0
     assert first.branches[0].first == second.seed
-    assert second.draft is first.branches[0].draft
+    assert second.draft == first.branches[0].draft
     assert second.risky == (3,), "new token 6 is the third after the corrected seed"
 
 

@@ -14,8 +14,11 @@ Odds and times are corrected by what is seen; without tables they are learned fr
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Set
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 from ..calibration import BLOCK_SIZES, LARGEST_BLOCK, CostProfile, DraftOdds, ProgressTable
 from ..structs import (
@@ -39,8 +42,10 @@ from .prospects import CalibratedProspects, LearnedProspects, Prospects
 
 PRICE_MEMORY = 256
 """Rounds."""
-ODDS_BINS, ODDS_MEMORY = 10, 512
-"""Odds of acceptance are corrected in so many classes, by as many of the last tokens in each."""
+ODDS_EDGES = (0.3, 0.5, 0.7, 0.85, 0.93, 0.97, 0.99)
+"""Between classes of odds of acceptance, each of which is corrected by what came true in it; most tokens are in the highest."""
+ODDS_MEMORY = 512
+"""Tokens of a class."""
 PRIOR_REDRAFTED, PRIOR_FORETOLD, PRIOR_LEFTOVER = 0.7, 0.7, 0.8
 """See [`Odds`]; what is soon learned is 0.9, 0.8 and 0.9 for the embedded model."""
 LOCALITY = 0.25
@@ -76,7 +81,8 @@ class Auto(BlockPolicy):
         self._redrafted = learned(PRIOR_REDRAFTED)
         self._foretold = learned(PRIOR_FORETOLD)
         self._leftover = learned(PRIOR_LEFTOVER)
-        self._came_true = [learned(1.0, ODDS_MEMORY) for _ in range(ODDS_BINS)]
+        self._promise = learned(1.0)
+        self._came_true = [learned(1.0, ODDS_MEMORY) for _ in range(len(ODDS_EDGES) + 1)]
         self._prices: dict[int, Ratio] = {}
         self._guards: dict[int, Guard] = {}
         self._load, self._plain = 1, 0
@@ -94,12 +100,13 @@ class Auto(BlockPolicy):
         history.odds = [self._draft_odds.acceptance(guess.probability, i) for i, guess in enumerate(guesses, start=1)]
         if self._guard.mode != RULE:
             return _fixed_block(self._guard.mode, draft, remaining)
-        acceptance = [min(odds * self._came_true[_bin(odds)].value, 1.0) for odds in history.odds]
+        acceptance = [min(odds * self._correction(odds).value, 1.0) for odds in history.odds]
+        expected = self._prospects.of(history)
         if draft.source is DraftSource.BRANCH:
+            self._promise.observe(sum(accumulate(acceptance, mul)), expected[len(guesses) + 1] - 1)
             self._prospects.learn(history, acceptance)
         if draft.source is DraftSource.LEFTOVER:
             acceptance[0] = min(acceptance[0] * self._leftover.value, 1.0)
-        expected = self._prospects.of(history)
         situation = Situation(
             guesses,
             acceptance,
@@ -125,6 +132,7 @@ class Auto(BlockPolicy):
             min(self._redrafted.value, 1.0),
             min(self._foretold.value, 1.0),
             self._leftover.value,
+            self._promise.value,
         )
 
     def _replacement(self, rank: int, guess: Guess) -> float:
@@ -161,8 +169,8 @@ class Auto(BlockPolicy):
 
     def _promises(self, expected: tuple[float, ...]) -> dict[int, float]:
         """Tokens a millisecond of plain decoding, and of blocks with a draft forward each, at the present load."""
-        ms = self._times.curve(self._load)
-        return {1: 1 / ms[1]} | {size: expected[size] / (2 * ms[size]) for size in BLOCK_SIZES}
+        ms, promise = self._times.curve(self._load), self._promise.value
+        return {1: 1 / ms[1]} | {size: (1 + promise * (expected[size] - 1)) / (2 * ms[size]) for size in BLOCK_SIZES}
 
     # --- what is learned ---
 
@@ -186,7 +194,8 @@ class Auto(BlockPolicy):
             return
         for branch in record.branches:
             depth = branch.branch.depth
-            if branch.branch.kind is BranchKind.CONTINUATION and depth <= committed:
+            # A branch that ends before what is committed could not foretell it.
+            if branch.branch.kind is BranchKind.CONTINUATION and 0 <= committed - depth < branch.branch.block_size - 1:
                 whole = depth == record.block_size
                 odds = self._foretold if committed > depth else self._continuation if whole else self._redrafted
                 odds.observe(branch.foretells(record.committed), 1)
@@ -196,18 +205,16 @@ class Auto(BlockPolicy):
         # The first of a leftover follows a rejected token, and has a factor of its own.
         later = record.draft.source is DraftSource.LEFTOVER
         if later and verified:
-            self._leftover.observe(
-                record.accepted > 0, min(verified[0] * self._came_true[_bin(verified[0])].value, 1.0)
-            )
+            first = verified[0]
+            self._leftover.observe(record.accepted > 0, min(first * self._correction(first).value, 1.0))
         for i, predicted in enumerate(verified[later : record.accepted + 1], start=later):
-            self._came_true[_bin(predicted)].observe(i < record.accepted, predicted)
+            self._correction(predicted).observe(i < record.accepted, predicted)
+
+    def _correction(self, odds: float) -> Ratio:
+        return self._came_true[bisect_right(ODDS_EDGES, odds)]
 
     def forget(self, request: int) -> None:
         self._histories.pop(request, None)
-
-
-def _bin(odds: float) -> int:
-    return min(int(odds * ODDS_BINS), ODDS_BINS - 1)
 
 
 def _fixed_block(size: int, draft: Draft, remaining: int) -> BranchChoice:

@@ -36,12 +36,14 @@ class Odds:
         redrafted (`float`): that it is right where the draft before it was rejected.
         foretold (`float`): that a branch has foretold all that is committed from its depth on, where that is more than one token.
         leftover (`float`): factor on the odds of the first drafted token after a rejected one.
+        promise (`float`): factor on what is expected of new drafts.
     """
 
     continuation: float
     redrafted: float
     foretold: float
     leftover: float
+    promise: float
 
 
 @dataclass(frozen=True)
@@ -134,10 +136,10 @@ class _BestRound:
     @cached_property
     def _branch(self) -> dict[int, list[float]]:
         """What a branch of each length is worth if it is right, by how many of its predictions after the first are used up."""
-        each, expected = self._each, self._at.expected
+        each, expected, promise = self._each, self._at.expected, self._odds.promise
         return {
             size: [
-                max(accepted - each * min(size - 1 - used, accepted + MARGIN), 0.0)
+                max(promise * accepted - each * min(size - 1 - used, promise * accepted + MARGIN), 0.0)
                 for used, accepted in enumerate(_accepted(expected, size))
             ]
             for size in BLOCK_SIZES
@@ -148,8 +150,9 @@ class _BestRound:
         survival, ms, price = self._survival, self._at.ms, self._at.price
         count = len(self._at.acceptance)
         odds = [0.0] + [survival[c - 1] - survival[c] for c in range(1, verified)] + [survival[verified - 1]]
-        if verified > count > 0 and self._at.guesses[-1].token in self._at.eos:
-            odds[verified] = 0.0
+        if count and self._at.guesses[-1].token in self._at.eos and verified >= count:
+            # Nothing follows the text's end.
+            odds[verified] *= 0.0 if verified > count else 1 - self._at.acceptance[-1]
         present = [*self._left[:verified], self._cut[verified]]
         value = sum(p * worth for p, worth in zip(odds, present, strict=True))
         branches: list[Branch] = []
@@ -188,8 +191,10 @@ class _BestRound:
             if reached[depth] * most <= dearness:
                 continue
             first = self._odds.continuation if depth == verified else self._odds.redrafted
-            for size in BLOCK_SIZES:
-                length = min(size, at.remaining - depth)
+            room = at.remaining - depth
+            # Of the sizes that do not fit, the smallest is shortened.
+            for size in [size for i, size in enumerate(BLOCK_SIZES) if i == 0 or BLOCK_SIZES[i - 1] < room]:
+                length = min(size, room)
                 if length < 2:
                     continue
                 share = length / size

@@ -18,8 +18,8 @@ class Guard:
 
     The rule is on trial all the time. Where it achieves clearly less than another mode promises, that mode takes over: for one trial
     first, and for twice as many each time that the rule, tried again, loses again. Where it does not keep its promise, the rule
-    comes back. So a rule that is wrong for good costs the time of a trial in 64, 128, 256, … rounds: the regret grows with the
-    logarithm of their number.
+    comes back, and its next promises count for less. So a rule that is wrong for good costs the time of a trial in 64, 128,
+    256, … rounds: the regret grows with the logarithm of their number.
     """
 
     def __init__(self) -> None:
@@ -27,6 +27,8 @@ class Guard:
         self._tokens = self._ms = 0.0
         self._rounds = 0
         self._promised: dict[int, float] = {}
+        self._kept: dict[int, float] = {}
+        """What modes that were tried achieved, as a share of their promises."""
         self._to_beat = 0.0
         """What the rule achieved when it was last sent away."""
         self._stay, self._trials_left = 1, 0
@@ -46,17 +48,18 @@ class Guard:
         if self._rounds < TRIAL:
             return
         rate = self._tokens / self._ms
-        best = max(self._promised, key=self._promised.__getitem__)
-        promised = self._promised[best] / self._rounds
+        promised = {mode: total / self._rounds * self._kept.get(mode, 1.0) for mode, total in self._promised.items()}
         self._tokens = self._ms = 0.0
         self._rounds, self._promised = 0, {}
         if self.mode == RULE:
-            if rate < SLACK * promised:
+            best = max(promised, key=promised.__getitem__)
+            if rate < SLACK * promised[best]:
                 self.mode, self._to_beat, self._trials_left = best, rate, self._stay
                 self._stay *= 2
             else:
                 self._stay = 1
             return
+        self._kept[self.mode] = self._kept.get(self.mode, 1.0) * rate / promised[self.mode]
         self._trials_left -= 1
         if rate < self._to_beat or self._trials_left == 0:
             self.mode = RULE

@@ -14,7 +14,7 @@ from .price import Ratio, learned
 PRIOR_ACCEPTANCE = 0.86
 """Of each drafted token: blocks of 8, 16 and 32 commit 5.0, 6.5 and 7.1 tokens then, in the range of Table 2 of arXiv 2609.34388."""
 FEW, MANY = 4, 10
-"""Tokens that a request committed with its last block: up to the first are few, beyond the second many."""
+"""Tokens that a request committed with its last block: up to the first are few, unless that was all of it, beyond the second many."""
 
 Expected = tuple[float, ...]
 """`[33]`: committed tokens, by the draft's length, the seed included."""
@@ -83,7 +83,9 @@ class LearnedProspects:
 
 def _kind(history: History) -> int:
     last = history.last_committed
-    return 1 if last is None else (last > FEW) + (last > MANY)
+    if last is None:
+        return 1
+    return 2 if history.was_full or last > MANY else int(last > FEW)
 
 
 def _expected(steps: Sequence[Ratio]) -> Expected:
