@@ -114,6 +114,11 @@ class DecodeMetrics(Hook):
         return _ratio(self.rounds[DraftSource.BRANCH], self.all_rounds)
 
     @property
+    def leftover_rate(self) -> float:
+        """Share of the rounds whose draft is what was left of others."""
+        return _ratio(self.rounds[DraftSource.LEFTOVER], self.all_rounds)
+
+    @property
     def query_tokens_per_forward(self) -> dict[str, float]:
         """Mean query tokens of a forward of each kind, for each request in it."""
         return {kind: _ratio(self.query_tokens[kind], self.forwards[kind]) for kind in self.forwards}
@@ -136,6 +141,7 @@ class DecodeMetrics(Hook):
             "tau": self.tau,
             "mean_committed": self.mean_committed,
             "reuse_rate": self.reuse_rate,
+            "leftover_rate": self.leftover_rate,
             "outcomes": dict(self.outcomes),
         }
 

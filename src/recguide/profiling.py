@@ -39,7 +39,7 @@ def measure_costs(
     loads: Sequence[int],
     block_sizes: Sequence[int],
     contexts: Sequence[int],
-    repeats: int = 7,
+    repeats: int = 5,
     done: Collection[tuple[int, int]] = (),
     advance: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[list[RoundCost], list[ForwardCost]]]:
@@ -54,7 +54,7 @@ def measure_costs(
         loads (`Sequence[int]`): requests in a round.
         block_sizes (`Sequence[int]`): of all its requests.
         contexts (`Sequence[int]`): tokens that each request has cached.
-        repeats (`int`, defaults to 7): timed rounds of each kind, after one that is not.
+        repeats (`int`, defaults to 5): timed rounds of each kind, after one that is not.
         done (`Collection[tuple[int, int]]`): pairs of context and load that were measured before.
         advance (callable, *optional*): called after each pair.
 

@@ -97,6 +97,7 @@ def decode_figures(metrics: DecodeMetrics) -> dict[str, Any]:
         "acceptance_histogram": {str(n): metrics.committed_histogram[n] for n in sorted(metrics.committed_histogram)},
         "full_round_rate": _ratio(metrics.full_rounds, metrics.all_rounds),
         "reuse_rate": metrics.reuse_rate,
+        "leftover_rate": metrics.leftover_rate,
         "outcomes": dict(metrics.outcomes),
         "query_tokens_per_forward": metrics.query_tokens_per_forward,
     }

@@ -47,7 +47,7 @@ def profile(
     loads: Annotated[str, typer.Option(help="Requests in a round, with commas.")] = "1,2,4,8,16,32",
     block_size: Annotated[str, typer.Option(help="Block sizes, with commas; 1 is plain decoding.")] = "1,8,16,32,64",
     context: Annotated[str, typer.Option(help="Cached tokens of each request, with commas.")] = "64,256",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds of each kind; the median is kept.")] = 7,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds of each kind; the median is kept.")] = 5,
     figures: Figures = None,
     tables: Tables = None,
     dtype: DtypeOption = "float32",

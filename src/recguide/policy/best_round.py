@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 
@@ -84,6 +84,7 @@ class _BestRound:
         """Price of a query token that is verified in the next round."""
         self._survival = [1.0, *accumulate(situation.acceptance, mul)]
         self._left, self._cut = self._leftovers()
+        self._branch = _worth_of_branches(situation.expected, odds.promise, self._each)
 
     def choose(self) -> BranchChoice:
         plain, with_leftovers = self._verifying()
@@ -132,18 +133,6 @@ class _BestRound:
     def _of_draft(self, accepted: float, guesses: int) -> float:
         """A draft that is to be verified in the next round, beside the seed that is verified in any case."""
         return max(accepted - self._each * min(guesses, accepted + MARGIN), 0.0)
-
-    @cached_property
-    def _branch(self) -> dict[int, list[float]]:
-        """What a branch of each length is worth if it is right, by how many of its predictions after the first are used up."""
-        each, expected, promise = self._each, self._at.expected, self._odds.promise
-        return {
-            size: [
-                max(promise * accepted - each * min(size - 1 - used, promise * accepted + MARGIN), 0.0)
-                for used, accepted in enumerate(_accepted(expected, size))
-            ]
-            for size in BLOCK_SIZES
-        }
 
     def _with_branches(self, verified: int) -> tuple[float, list[Branch]]:
         """The branches that ride best beside `verified` tokens, taken one by one, and what is worth there for the next round."""
@@ -211,6 +200,22 @@ class _BestRound:
                             supposed = Branch(BranchKind.CORRECTION, depth, length, token)
                             found.append((supposed, [share * right * worth[0]]))
         return found
+
+
+@lru_cache(maxsize=256)
+def _worth_of_branches(expected: tuple[float, ...], promise: float, each: float) -> dict[int, list[float]]:
+    """
+    What a branch of each length is worth if it is right, by how many of its predictions after the first are used up.
+
+    Kept, since requests of one forward often have the same prospects.
+    """
+    return {
+        size: [
+            max(promise * accepted - each * min(size - 1 - used, promise * accepted + MARGIN), 0.0)
+            for used, accepted in enumerate(_accepted(expected, size))
+        ]
+        for size in BLOCK_SIZES
+    }
 
 
 @lru_cache(maxsize=1024)
