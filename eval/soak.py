@@ -23,7 +23,7 @@ from rich.progress import track
 from recguide import Engine, EngineConfig, RequestHandle
 from recguide.testing import toy_model
 
-STRATEGIES = ("ar", "linear", "recguide", "quadratic")
+STRATEGIES = ("ar", "linear", "recguide", "quadratic", "auto")
 
 
 def soak(requests: int, slots: int, readings: int) -> list[dict[str, float]]:
@@ -52,11 +52,10 @@ def _prompt(rng: Random) -> list[int]:
 
 
 def _options(rng: Random) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "generation_strategy": rng.choice(STRATEGIES),
-        "recguide_config": {"block_size": rng.choice((4, 8)), "policy": rng.choice(("fixed", "aimd"))},
-        "max_new_tokens": rng.randint(1, 12),
-    }
+    strategy = rng.choice(STRATEGIES)
+    options: dict[str, Any] = {"generation_strategy": strategy, "max_new_tokens": rng.randint(1, 12)}
+    if strategy != "auto":
+        options["recguide_config"] = {"block_size": rng.choice((4, 8)), "policy": rng.choice(("fixed", "aimd"))}
     if rng.random() < 0.5:
         options |= {"do_sample": True, "seed": rng.randrange(2**32)}
     return options

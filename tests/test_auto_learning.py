@@ -6,13 +6,11 @@ Texts are real, so what is drafted and accepted is too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from recguide import Hook, RecGuideConfig
+from recguide import RecGuideConfig
 from recguide.adapter import ModelAdapter
 from recguide.attention import resolve_backend
 from recguide.calibration import CostProfile, DraftOdds, ForwardCost, ProgressTable, RoundCost, Stratum
@@ -21,7 +19,7 @@ from recguide.cli.loading import load as load_model
 from recguide.loop import generate, method_of, read_tables
 from recguide.policy import Auto, AutoBranches
 from recguide.rounds import Method, Request
-from recguide.structs import ForwardRecord, RoundRecord
+from recguide.testing import PricedRates, priced_time
 from recguide.tiny.tasks import FAMILIES, make_task
 
 PROMPTS = 4
@@ -31,22 +29,6 @@ PROMPTS = 4
 def milliseconds(requests: int, query_tokens: int) -> float:
     """Near those of the embedded model on a CPU."""
     return 12 + 0.6 * requests + 0.2 * query_tokens
-
-
-class Rates(Hook):
-    """Tokens and priced milliseconds of the rounds."""
-
-    def __init__(self) -> None:
-        self.tokens, self.ms = 0, 0.0
-
-    def on_draft(self, record: ForwardRecord) -> None:
-        self.ms += 1000 * record.elapsed
-
-    def on_verify(self, record: ForwardRecord) -> None:
-        self.ms += 1000 * record.elapsed
-
-    def on_commit(self, record: RoundRecord) -> None:
-        self.tokens += len(record.committed)
 
 
 @pytest.fixture(scope="module")
@@ -61,21 +43,15 @@ def embedded() -> tuple[ModelAdapter, list[list[int]]]:
 
 
 @pytest.fixture(autouse=True)
-def priced(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = ModelAdapter.forward
-
-    def in_priced_time(self: ModelAdapter, rows: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        plan, predictions = forward(self, rows, *args, **kwargs)
-        seconds = milliseconds(sum(map(bool, rows)), plan.query_tokens) / 1000
-        return plan, replace(predictions, seconds=seconds, elapsed=seconds)
-
-    monkeypatch.setattr(ModelAdapter, "forward", in_priced_time)
+def priced() -> Iterator[None]:
+    with priced_time(milliseconds):
+        yield
 
 
 def rate(adapter: ModelAdapter, prompts: Sequence[list[int]], method: Method) -> float:
     """Tokens a priced millisecond, all prompts in one batch."""
     eos = adapter.model.generation_config.eos_token_id
-    rates = Rates()
+    rates = PricedRates()
     requests = [
         Request(i, list(prompt), 96, lambda tokens: "eos" if tokens[-1] == eos else None, method)
         for i, prompt in enumerate(prompts)

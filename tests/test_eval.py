@@ -36,3 +36,15 @@ def test_acceptance_of_shared_noise(seed: int) -> None:
     assert got == pytest.approx(float(counted), abs=0.006)
     overlap = float(torch.minimum(draft, target).sum())
     assert overlap / (2 - overlap) - 1e-9 <= got <= overlap + 1e-9
+
+
+def test_priced_time_is_exact() -> None:
+    module = script("priced_time")
+    model, tokenizer = module.load(module.TINY, "float32", "cpu")
+    prompts = [module.chat_ids(tokenizer, module.make_task("text", "test", i).prompt)[0].tolist() for i in range(2)]
+    with module.priced_time(lambda requests, tokens: 10 + tokens):
+        plain = module.rate(model, prompts, 1, {"generation_strategy": "ar"}, True)
+        ours = [module.rate(model, prompts, 1, {"generation_strategy": "auto"}, tables) for tables in (True, False)]
+    assert plain == pytest.approx(1000 / 11)
+    assert min(ours) > plain
+    assert ours[0] != ours[1], "one knew the tables, the other did not"

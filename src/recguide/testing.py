@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,9 +12,11 @@ import torch
 from .adapter import ModelAdapter, Predictions
 from .attention import resolve_backend
 from .dense_kv import KVCache
+from .hooks import Hook
 from .models.draft_adapter import DraftAdapterConfig, add_draft_adapter, draft_adapter_of
 from .models.nemotron_labs_diffusion import NemotronLabsDiffusionConfig, NemotronLabsDiffusionModel
 from .segments import Plan, Segment
+from .structs import ForwardRecord, RoundRecord
 
 MASK = 5
 
@@ -110,3 +114,41 @@ class ScriptedDrafts(ModelAdapter):
         others = [t for t in predictions.best[i] if t not in (token, second)]
         predictions.best[i][:] = [token, second, *others][: len(predictions.best[i])]
         predictions.probabilities[i] = ((1 + margin) / 2, (1 - margin) / 2)
+
+
+@contextmanager
+def priced_time(milliseconds: Callable[[int, int], float]) -> Iterator[None]:
+    """
+    Inside, every forward says that it took so long, whatever it took, so that rates are exact and what learns from times can be tested.
+
+    Args:
+        milliseconds (callable): `(requests, query_tokens) -> ms`.
+    """
+    forward = ModelAdapter.forward
+
+    def priced(self: ModelAdapter, rows: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        plan, predictions = forward(self, rows, *args, **kwargs)
+        seconds = milliseconds(sum(map(bool, rows)), plan.query_tokens) / 1000
+        return plan, replace(predictions, seconds=seconds, elapsed=seconds)
+
+    ModelAdapter.forward = priced  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ModelAdapter.forward = forward  # type: ignore[method-assign]
+
+
+class PricedRates(Hook):
+    """Tokens that rounds commit, and the milliseconds of their forwards as they say."""
+
+    def __init__(self) -> None:
+        self.tokens, self.ms = 0, 0.0
+
+    def on_draft(self, record: ForwardRecord) -> None:
+        self.ms += 1000 * record.elapsed
+
+    def on_verify(self, record: ForwardRecord) -> None:
+        self.ms += 1000 * record.elapsed
+
+    def on_commit(self, record: RoundRecord) -> None:
+        self.tokens += len(record.committed)

@@ -76,7 +76,8 @@ def test_doctor_names_versions_and_backends() -> None:
 
 FIELDS = {
     "strategy", "block_size", "suite", "concurrency", "prompts", "committed_tokens", "forwards", "decode_tpf", "e2e_tpf", "tau",
-    "mean_committed", "acceptance_histogram", "reuse_rate", "leftover_rate", "outcomes", "query_tokens_per_forward", "wall_s", "tokens_per_s",
+    "mean_committed", "acceptance_histogram", "reuse_rate", "leftover_rate",
+    "outcomes", "query_tokens_per_forward", "wall_s", "tokens_per_s",
     "accuracy", "equal_to_ar",
 }  # fmt: skip
 

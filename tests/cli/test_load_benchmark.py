@@ -58,7 +58,8 @@ def save_tables() -> None:
 FIELDS = {
     "contender", "strategy", "block_size", "policy", "scheduler", "suite", "concurrency", "prompts", "new_tokens",
     "committed_tokens", "forwards", "decode_tpf", "e2e_tpf", "tau", "mean_committed", "acceptance_histogram", "full_round_rate",
-    "reuse_rate", "leftover_rate", "outcomes", "query_tokens_per_forward", "host_share", "wall_s", "tokens_per_s", "per_request_tokens_per_s",
+    "reuse_rate", "leftover_rate",
+    "outcomes", "query_tokens_per_forward", "host_share", "wall_s", "tokens_per_s", "per_request_tokens_per_s",
     "block_share", "bucket_occupancy", "bucket_wait", "preempted", "equal_to_ar", "different", "first_difference", "duration",
     "completed", "total_input_tokens", "total_output_tokens", "request_throughput", "output_throughput", "total_token_throughput",
     "max_concurrency",
