@@ -21,19 +21,22 @@ from numpy.typing import NDArray
 
 from .branching import NoBranches
 from .calibration import LARGEST_BLOCK, CostProfile, Fingerprint, ProgressTable, RoundCost
+from .dense_kv import DenseKV
 from .engine.core import EngineConfig
 from .engine.scheduler import SCHEDULERS, Turn
 from .errors import ConfigError, InputError
 from .fitting import fit_progress
-from .policy import AIMD, BlockPolicy, ConcurrencyTable, FixedBlock, Oracle, VerificationGuided
-from .rounds import Method, Request, plan_blocks
-from .structs import Draft, DraftSource, FinishRecord, Guess, Outcome, RoundRecord
+from .hooks import Hook
+from .policy import AIMD, Auto, AutoBranches, BlockPolicy, ConcurrencyTable, FixedBlock, Oracle, VerificationGuided
+from .rounds import Method, Request, plan_blocks, run_round
+from .simulated_model import PREDICTION, SimulatedModel, SimulatedText, right_token
+from .structs import Draft, DraftSource, FinishRecord, ForwardRecord, Guess, Outcome, RoundRecord
 from .trace import read_trace
 
 DATA = Path(__file__).parent / "data"
 MODELS = ("nld-8b", "nld-14b")
 """Those whose costs on a B200 are in the package."""
-POLICIES = ("fixed", "concurrency_table", "aimd", "verification_guided", "oracle")
+POLICIES = ("fixed", "concurrency_table", "aimd", "verification_guided", "auto", "oracle")
 
 
 def paper_tables() -> dict[str, Any]:
@@ -53,10 +56,18 @@ class Recording:
     Args:
         ahead (`int64[T]`): by tokens written, those that a block of 32 commits next; one of B commits so many, B at the most.
         entropies (`float64[T]`): of each token, in nats.
+        seed (`tuple[int]`), prediction (`float`): of its drafts; see [`~simulated_model.SimulatedText`].
     """
 
     ahead: NDArray[np.int64]
     entropies: NDArray[np.float64]
+    seed: tuple[int, ...] = (0,)
+    prediction: float = PREDICTION
+
+    @cached_property
+    def text(self) -> SimulatedText:
+        """What a model predicts of it."""
+        return SimulatedText(self.ahead, self.entropies, self.seed, self.prediction)
 
     @cached_property
     def committed(self) -> tuple[int, ...]:
@@ -67,8 +78,13 @@ class Recording:
             written += rounds[-1]
         return tuple(rounds)
 
-    def record(self, request: int, index: int, written: int, block_size: int) -> RoundRecord:
-        """What an engine would tell of a round of this request that begins after `written` tokens."""
+    def record(self, request: int, index: int, written: int, block_size: int, drafted: bool = False) -> RoundRecord:
+        """
+        What an engine would tell of a round of this request that begins after `written` tokens.
+
+        Args:
+            drafted (`bool`, defaults to `False`): with the tokens and probabilities of its draft, which most policies do not read.
+        """
         committed = min(int(self.ahead[written]), block_size)
         stop = written + committed
         return RoundRecord(
@@ -76,11 +92,11 @@ class Recording:
             index=index,
             position=written,
             seed=0,
-            draft=_draft(block_size),
+            draft=self._drafted(written, block_size) if drafted else _draft(block_size),
             branches=(),
             risky=(),
             accepted=committed - 1,
-            committed=(0,) * committed,
+            committed=tuple(map(right_token, range(written, stop))) if drafted else (0,) * committed,
             outcome=Outcome.STOPPED if stop == len(self.ahead) else Outcome.PLAIN,
             hit=None,
             query_tokens=block_size,
@@ -88,9 +104,14 @@ class Recording:
         )
 
     def rounds(self, request: int) -> list[RoundRecord]:
-        """Its rounds with blocks of 32."""
+        """Its rounds with blocks of 32, and their drafts."""
         starts = [0, *accumulate(self.committed)][:-1]
-        return [self.record(request, i, start, LARGEST_BLOCK) for i, start in enumerate(starts)]
+        return [self.record(request, i, start, LARGEST_BLOCK, drafted=True) for i, start in enumerate(starts)]
+
+    def _drafted(self, written: int, block_size: int) -> Draft:
+        predictions = self.text.drafted(written, block_size - 1, sound=True)
+        guesses = (Guess(tokens[0], tuple(tokens[1:]), *probabilities) for tokens, probabilities in predictions)
+        return Draft(tuple(guesses), DraftSource.FORWARD)
 
 
 @cache
@@ -110,9 +131,6 @@ ACCEPTED_NATS, REJECTED_NATS = 0.04, 0.6
 LOG_SPREAD = 1.2
 """Standard deviation of an entropy's logarithm. With it a round's mean entropy tells its length as well as in those recordings (rank
 correlation 0.7); single logarithms spread more there, but depend on each other."""
-PREDICTION = 0.3
-"""With it a round's mean entropy tells as much of the next round as in those recordings: given its own length, a rank correlation of
-0.3."""
 MEAN_TOKENS = 256
 """Of an output."""
 
@@ -132,7 +150,7 @@ def random_recordings(
         prediction (`float`):
             What entropies say of the future, 0 … 1: the correlation of a normal variable, which minus the logarithm of a token's
             entropy follows beside the token's acceptance, with the standardised length of a block of 32 behind it. At 0 entropies say,
-            with noise, how long their own round was, and nothing of the next.
+            with noise, how long their own round was, and nothing of the next. And what a draft's probabilities say of it.
         passing (`float`): share of rounds whose end a block that begins inside of them gets past.
     """
     _check_share("prediction", prediction)
@@ -155,7 +173,7 @@ def random_recordings(
     rounds = np.array(lengths).T
     passes = generator.random(rounds.shape) < passing
     mean, spread = rounds.mean(), rounds.std()
-    found = []
+    found: list[Recording] = []
     for own, own_passes, tokens in zip(rounds, passes, wanted, strict=True):
         ahead = _ahead(own, own_passes)
         levels = np.full(len(ahead), ACCEPTED_NATS)
@@ -164,7 +182,7 @@ def random_recordings(
         noise = np.sqrt(1 - prediction**2) * generator.standard_normal(tokens) - prediction * coming
         # Of a lognormal law with these levels as means.
         entropies = levels[:tokens] * np.exp(LOG_SPREAD * noise - LOG_SPREAD**2 / 2)
-        found.append(_recording(ahead[:tokens], entropies))
+        found.append(_recording(ahead[:tokens], entropies, (seed, len(found)), prediction))
     return found
 
 
@@ -178,8 +196,10 @@ def _ahead(lengths: NDArray[np.int64], passes: NDArray[np.bool_]) -> NDArray[np.
     return ahead
 
 
-def _recording(ahead: NDArray[np.int64], entropies: NDArray[np.float64]) -> Recording:
-    return Recording(np.minimum(ahead, np.arange(len(ahead), 0, -1)), entropies)
+def _recording(
+    ahead: NDArray[np.int64], entropies: NDArray[np.float64], seed: tuple[int, ...], prediction: float = PREDICTION
+) -> Recording:
+    return Recording(np.minimum(ahead, np.arange(len(ahead), 0, -1)), entropies, seed, prediction)
 
 
 def read_recordings(path: str | Path, seed: int, passing: float = PASSING) -> list[Recording]:
@@ -200,7 +220,8 @@ def read_recordings(path: str | Path, seed: int, passing: float = PASSING) -> li
     """
     _check_share("passing", passing)
     generator = np.random.default_rng(seed)
-    found, under_way = [], dict[int, list[RoundRecord]]()
+    found: list[Recording] = []
+    under_way: dict[int, list[RoundRecord]] = {}
     for _, event in read_trace(path):
         if isinstance(event, RoundRecord):
             under_way.setdefault(event.request, []).append(event)
@@ -216,7 +237,7 @@ def read_recordings(path: str | Path, seed: int, passing: float = PASSING) -> li
                     f"--strategy linear --block-size {LARGEST_BLOCK} --trace …`."
                 )
             passes = generator.random(len(lengths)) < passing
-            found.append(_recording(_ahead(lengths, passes), np.array(entropies)))
+            found.append(_recording(_ahead(lengths, passes), np.array(entropies), (seed, len(found))))
     if not found:
         raise InputError(f"{path} has no request that was recorded to its end; expected one at least. Record it anew.")
     return found
@@ -278,6 +299,45 @@ def step_ms(costs: CostProfile, blocks: Sequence[int], packed: bool) -> float:
     return float(np.interp(sum(blocks) / requests, sizes, [costs.round_ms(requests, size) for size in sizes]))
 
 
+class ForwardCosts:
+    """
+    Milliseconds of single forwards.
+
+    Args:
+        costs (`CostProfile`): its forwards, or else the verifying ones of its rounds, are what any with as many query tokens costs.
+    """
+
+    def __init__(self, costs: CostProfile) -> None:
+        cells = (RoundCost(load, tokens, 0, 0.0, ms) for load, tokens, ms in costs.forward_cells)
+        self._verifying = CostProfile(costs.fingerprint, tuple(cells))
+        self._known: dict[int, list[tuple[int, float]]] = {}
+
+    def ms(self, tokens: Sequence[int], packed: bool) -> float:
+        """
+        Of one forward of requests with so many query tokens each.
+
+        Packed, straight lines between the measured sizes for so many requests, and on beyond the smallest and the largest. Else all
+        have one shape, the smallest measured size that holds the largest of them; beyond all of these, as large as it is.
+        """
+        each = sum(tokens) / len(tokens)
+        if not packed:
+            largest = max(tokens)
+            each = next((size for size in self._verifying.block_sizes if size >= largest), largest)
+        return self._of_each(len(tokens), each)
+
+    def _of_each(self, requests: int, tokens: float) -> float:
+        if requests not in self._known:
+            sizes = self._verifying.block_sizes
+            self._known[requests] = [(size, self._verifying.round_ms(requests, size)) for size in sizes]
+        points = self._known[requests]
+        if len(points) == 1:
+            return points[0][1]
+        right = next((i for i, (size, _) in enumerate(points) if i and size >= tokens), len(points) - 1)
+        (size, ms), (larger, more) = points[right - 1 : right + 1]
+        # However steep the line, a forward is not for nothing.
+        return max(ms + (more - ms) * (tokens - size) / (larger - size), points[0][1] / 4)
+
+
 # --- serving ---
 
 
@@ -291,7 +351,7 @@ class Served:
         tokens (`int`), seconds (`float`): of the whole.
         tokens_per_s (`float`): of all requests together.
         per_request_tokens_per_s (`float`): mean over the requests that ended, each over its own time since it was admitted.
-        block_share (`dict[int, float]`): of each block size among the rounds of requests.
+        block_share (`dict[int, float]`): of each size of verified blocks among the rounds of requests.
         round_ms (`float`): mean.
         requests_per_round (`float`): mean.
         mean_wait (`float`), longest_wait (`int`): rounds of others that a request saw pass before its own.
@@ -381,6 +441,9 @@ class _Serving:
         self._policy, self._costs, self._concurrency = policy, costs, concurrency
         self._scheduler, self._packed = SCHEDULERS[scheduler](EngineConfig.max_wait), scheduler == "packed"
         self._method = Method(policy, NoBranches())
+        if isinstance(policy, Auto):
+            self._method = Method(policy, AutoBranches(policy, frozenset()), candidates=3, draft_forwards=False)
+        self._forward_costs = ForwardCosts(costs)
         self._admitted: list[_Guest] = []
         self._now = 0.0
         self._tokens = 0
@@ -414,7 +477,8 @@ class _Serving:
             self._now = max(self._now, self._waiting[0][1])
         while self._waiting and len(self._admitted) < self._concurrency and self._waiting[0][1] <= self._now:
             number, arrival, recording = self._waiting.popleft()
-            request = Request(number, [], sys.maxsize, lambda tokens: None, self._method)
+            stop = partial(_ended, right_token(len(recording.ahead) - 1))
+            request = Request(number, [right_token(-1)], sys.maxsize, stop, self._method)
             self._admitted.append(_Guest(request, recording=recording, admitted_ms=self._now))
             self._counts.queued_ms += self._now - arrival
 
@@ -422,31 +486,66 @@ class _Serving:
         # As in the engine: whoever waits keeps its block size.
         plan_blocks([guest.request for guest in self._admitted if guest.waited == 0], len(self._admitted))
         chosen = [guest for guest in self._scheduler.choose(self._admitted) if isinstance(guest, _Guest)]
-        self._now += step_ms(self._costs, [guest.request.block_size for guest in chosen], self._packed)
         counts = self._counts
         counts.rounds += 1
         for guest in chosen:
             counts.waited += guest.waited
             counts.longest_wait = max(counts.longest_wait, guest.waited)
-            counts.blocks[guest.request.block_size] += 1
         for guest in self._admitted:
             guest.waited += 1
-        for guest in chosen:
+        run = self._replayed if self._method.draft_forwards else self._decoded
+        for guest, record in zip(chosen, run(chosen), strict=True):
             guest.waited = 0
-            self._commit(guest)
+            counts.blocks[record.block_size] += 1
+            self._tokens += len(record.committed)
+            guest.written += len(record.committed)
+            if record.outcome is Outcome.STOPPED:
+                guest.request.finished = "eos"
+                self._policy.forget(guest.request.id)
+                counts.speeds.append(guest.written / (self._now - guest.admitted_ms))
         self._admitted = [guest for guest in self._admitted if guest.request.finished is None]
 
-    def _commit(self, guest: _Guest) -> None:
-        request, recording = guest.request, guest.recording
-        record = recording.record(request.id, request.rounds, guest.written, request.block_size)
-        self._policy.observe(record)
-        request.rounds += 1
-        guest.written += len(record.committed)
-        self._tokens += len(record.committed)
-        if record.outcome is Outcome.STOPPED:
-            request.finished = "eos"
-            self._policy.forget(request.id)
-            self._counts.speeds.append(guest.written / (self._now - guest.admitted_ms))
+    def _replayed(self, chosen: Sequence[_Guest]) -> list[RoundRecord]:
+        """A round of blocks that are drafted and verified, of which nothing but their sizes matters."""
+        self._now += step_ms(self._costs, [guest.request.block_size for guest in chosen], self._packed)
+        records = []
+        for guest in chosen:
+            request = guest.request
+            records.append(guest.recording.record(request.id, request.rounds, guest.written, request.block_size))
+            self._policy.observe(records[-1])
+            request.rounds += 1
+        return records
+
+    def _decoded(self, chosen: Sequence[_Guest]) -> list[RoundRecord]:
+        """A round as the engine runs it, with a stand-in for the model."""
+        model = SimulatedModel(
+            [guest.recording.text for guest in chosen], lambda tokens: self._forward_costs.ms(tokens, self._packed)
+        )
+        watch = _Watch()
+        run_round([guest.request for guest in chosen], model, DenseKV(len(chosen)), watch)
+        self._now += watch.ms
+        return watch.records
+
+
+def _ended(last: int, tokens: Sequence[int]) -> str | None:
+    return "eos" if tokens[-1] == last else None
+
+
+class _Watch(Hook):
+    """A round's milliseconds, and what it told."""
+
+    def __init__(self) -> None:
+        self.ms = 0.0
+        self.records: list[RoundRecord] = []
+
+    def on_draft(self, record: ForwardRecord) -> None:
+        self.ms += 1000 * record.elapsed
+
+    def on_verify(self, record: ForwardRecord) -> None:
+        self.ms += 1000 * record.elapsed
+
+    def on_commit(self, record: RoundRecord) -> None:
+        self.records.append(record)
 
 
 # --- who chooses ---
@@ -482,7 +581,7 @@ def contenders(
 
     Args:
         recordings (`Sequence[Recording]`): what the oracle knows.
-        progress (callable): the table of `verification_guided`.
+        progress (callable): the table of `verification_guided` and `auto`.
     """
     makers: dict[str, Callable[[], BlockPolicy]] = {}
     for name in names:
@@ -496,6 +595,8 @@ def contenders(
                 makers[name] = AIMD
             case "verification_guided":
                 makers[name] = lambda: VerificationGuided(progress(), costs)
+            case "auto":
+                makers[name] = lambda: Auto(progress(), costs)
             case "oracle":
                 makers[name] = lambda: Foresight(recordings, costs)
             case _:

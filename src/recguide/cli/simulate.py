@@ -20,7 +20,8 @@ from ..engine.scheduler import SCHEDULERS
 from ..errors import ConfigError
 from ..files import whole
 from ..pictures import check_installed, frontier, panel_grid
-from ..simulator import MODELS, PASSING, POLICIES, PREDICTION, Recording
+from ..simulated_model import CONTINUED, PREDICTION
+from ..simulator import MODELS, PASSING, POLICIES, Recording
 from .loading import readable_errors
 from .options import names, whole_numbers
 
@@ -29,7 +30,7 @@ out = Console()
 FIT_REQUESTS = 500
 FIT_SEED = 2**32
 """Added to the seed for the requests that tables are fitted to: what is measured must not have been fitted to itself."""
-OURS, RECIPE, BOUND = "verification_guided", "concurrency_table", "oracle"
+OURS, RECIPE, BOUND, AUTO = "verification_guided", "concurrency_table", "oracle", "auto"
 
 
 def simulate(
@@ -44,8 +45,18 @@ def simulate(
     ] = None,
     prediction: Annotated[
         float | None,
-        typer.Option(help=f"How well entropies foretell acceptance, 0 … 1; by default {PREDICTION}. Not with --trace."),
+        typer.Option(
+            help=f"How well entropies and drafts foretell acceptance, 0 … 1; by default {PREDICTION}. Not with --trace."
+        ),
     ] = None,
+    sensitivity: Annotated[
+        bool,
+        typer.Option(
+            "--sensitivity",
+            help="Also what auto gains where prediction is perfect, half as good and absent, at the middle and the largest load. "
+            "Not with --trace.",
+        ),
+    ] = False,
     passing: Annotated[
         float, typer.Option(help="Share of rounds whose end a block that begins inside of them gets past.")
     ] = PASSING,
@@ -60,8 +71,9 @@ def simulate(
     with readable_errors():
         if plot:
             check_installed()
-        if trace and prediction is not None:
-            raise ConfigError("--prediction is about random requests; a trace has its own entropies. Leave one out.")
+        for name, given in (("--prediction", prediction is not None), ("--sensitivity", sensitivity)):
+            if trace and given:
+                raise ConfigError(f"{name} is about random requests; a trace has its own entropies. Leave one out.")
         prediction = PREDICTION if prediction is None else prediction
         loads = whole_numbers(concurrency, "--concurrency")
         if max(loads) >= requests:
@@ -72,6 +84,13 @@ def simulate(
         runs = [run for name in models for run in _runs(name, served, fitted, *grid)]
         by_model = {name: [run for run in runs if run["model"] == name] for name in models}
         summaries = {name: summary(of_model) for name, of_model in by_model.items()}
+        if sensitivity:
+            some = sorted({sorted(loads)[len(loads) // 2], max(loads)})
+            for name in models:
+                summaries[name]["prediction"] = {
+                    str(level): _gains_at(name, some, grid[2][0], requests, level, passing, seed)
+                    for level in sorted({0.0, prediction / 2, prediction, 1.0})
+                }
         assumptions = _assumptions(trace, prediction, passing, requests, seed, len(fitted))
         if json_file:
             record = {"assumptions": assumptions, "runs": runs, "summary": summaries}
@@ -134,6 +153,24 @@ def _runs(
         }
 
 
+def _gains_at(
+    model: str, loads: Sequence[int], scheduler: str, requests: int, prediction: float, passing: float, seed: int
+) -> dict[str, dict[str, float]]:
+    """What `auto` gains over others, by load, where entropies and drafts foretell so much."""
+    served, fitted = _recordings(None, requests, prediction, passing, seed)
+    found = {}
+    runs = list(_runs(model, served, fitted, loads, ("fixed", OURS, AUTO), [scheduler]))
+    for load in loads:
+        speeds = {run["policy"]: run["tokens_per_s"] for run in runs if run["concurrency"] == load}
+        fixed = max(speed for policy, speed in speeds.items() if policy not in (OURS, AUTO))
+        found[str(load)] = {
+            "tokens_per_s": speeds[AUTO],
+            f"over_{OURS}": speeds[AUTO] / speeds[OURS],
+            "over_best_fixed": speeds[AUTO] / fixed,
+        }
+    return found
+
+
 # --- figures ---
 
 
@@ -142,8 +179,8 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     What the runs of one model say: by scheduler, means over the loads of quotients of tokens a second, and the paper's tables beside.
 
     Of each policy: `over_concurrency_table` and `over_best_fixed`, the best fixed block of each load; `least_over_best_fixed`, at the load
-    that is worst for it; `oracle_gain_closed`, its part of what the oracle gains over the best fixed blocks. What was not run is left
-    out.
+    that is worst for it; `oracle_gain_closed`, its part of `oracle_gap`, what the oracle gains over the best fixed blocks.
+    `auto_over_verification_guided` is by load, with the mean. What was not run is left out.
     """
     printed = simulator.paper_tables()
     model = runs[0]["model"]
@@ -191,17 +228,26 @@ def _gains(speeds: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
         if fixed:
             quotients = [by_load[load] / fixed[best[load]][load] for load in loads]
             gains["over_best_fixed"], gains["least_over_best_fixed"] = fmean(quotients), min(quotients)
+    found: dict[str, Any] = {
+        "best_fixed": {str(load): policy for load, policy in best.items()},
+        "policies": policies,
+    }
     gap = policies.get(BOUND, {}).get("over_best_fixed", 1.0) - 1
     if gap > 0:
+        found["oracle_gap"] = gap
         for gains in policies.values():
             gains["oracle_gain_closed"] = (gains["over_best_fixed"] - 1) / gap
-    return {"best_fixed": {str(load): policy for load, policy in best.items()}, "policies": policies}
+    if AUTO in speeds and OURS in speeds:
+        quotients_by_load = {str(load): speeds[AUTO][load] / speeds[OURS][load] for load in loads}
+        found[f"{AUTO}_over_{OURS}"] = quotients_by_load | {"mean": fmean(quotients_by_load.values())}
+    return found
 
 
 def _assumptions(
     trace: Path | None, prediction: float, passing: float, requests: int, seed: int, fitted: int
 ) -> dict[str, Any]:
     costs = simulator.b200_costs(MODELS[0]).environment
+    drafts = json.loads((simulator.DATA / "drafts.json").read_text())["source"]
     if trace:
         acceptance = f"every other request of {trace}, drawn anew; for both models"
         entropies = "as recorded"
@@ -229,7 +275,18 @@ def _assumptions(
             f"{requests} requests, so many at once, one coming when one ends; figures are of the time until the last has come; ends are "
             "not foreseen"
         ),
-        "tables of verification_guided": f"fitted to {fitted} other requests with blocks of 32",
+        "drafts of auto": (
+            "right as far as a block that begins with them would be accepted, beside a verification too; behind a whole block of 32 a "
+            f"continuation is right in {CONTINUED:.0%} of the cases where a new block would not be; second and third choices as published "
+            f"for NLD-8B; probabilities, and what is right behind a rejected token, as recorded: {drafts}; with a prediction below "
+            f"{PREDICTION} the share of probabilities that say anything falls in proportion"
+        ),
+        "a forward's time under auto": (
+            "half of a round's of so many requests with so many query tokens, branches among them; on straight lines also below blocks of "
+            "8, which were not measured, and above those of 32; the policy knows these costs"
+        ),
+        "the oracle": "knows what blocks commit, but drafts each in a forward of its own, which auto does not: it is no bound for auto",
+        "tables of verification_guided and auto": f"fitted to {fitted} other requests with blocks of 32",
         "seed": seed,
     }
 
@@ -255,11 +312,23 @@ def _tables(runs: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> Iter
             ]
             table.add_row(policy, *(f"{speeds[scheduler, policy, load]:.0f}" for load in loads), *shown)
         yield table
+        yield from _of_auto(figures)
         if figures["table_4"]:
             yield f"\n[bold]{model}, {scheduler}: percent of blocks of 8 / 16 / 32, by requests at once (the paper's Table 4)"
             yield _beside(
                 {load: {who: _shares(share) for who, share in row.items()} for load, row in figures["table_4"].items()}
             )
+    if "prediction" in found:
+        first = next(iter(found["schedulers"]))
+        yield f"\n[bold]{model}, {first}: auto by how much is foretold, / {OURS} and / best fixed, by requests at once"
+        table = _table()
+        by_level: Mapping[str, Mapping[str, Mapping[str, float]]] = found["prediction"]
+        for load in next(iter(by_level.values())):
+            table.add_column(load, justify="right")
+        for level, by_load in by_level.items():
+            shown = [f"{gains[f'over_{OURS}']:.3f}, {gains['over_best_fixed']:.3f}" for gains in by_load.values()]
+            table.add_row(f"prediction {float(level):g}", *shown)
+        yield table
     yield f"\n[bold]{model}: tokens a second, mean over the loads (the paper's Table 6, over 2 to 128)"
     yield _beside(
         {
@@ -267,6 +336,18 @@ def _tables(runs: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> Iter
             for row, both in found["table_6"].items()
         }
     )
+
+
+def _of_auto(figures: Mapping[str, Any]) -> Iterator[str]:
+    against = figures.get(f"{AUTO}_over_{OURS}")
+    if against:
+        yield f"auto / {OURS}: " + ", ".join(f"{quotient:.3f} ({load})" for load, quotient in against.items())
+    if AUTO in figures["policies"] and "oracle_gap" in figures:
+        closed = figures["policies"][AUTO]["oracle_gain_closed"]
+        yield (
+            f"The oracle gains {figures['oracle_gap']:.1%} over the best fixed blocks; auto {closed:.0%} of that. (The oracle drafts each "
+            "block in a forward of its own, auto beside verifications; its drafts are synthetic: see below.)"
+        )
 
 
 def _shares(shares: Sequence[float]) -> str:
