@@ -199,7 +199,7 @@ def after(times: int, record: RoundRecord) -> Auto:
 def test_odds_move_towards_what_is_seen(name: str, right: RoundRecord, wrong: RoundRecord) -> None:
     prior = Auto(progress(), profile(fixed=10, each=0.01))._odds
     once, often = after(1, wrong)._odds, after(200, wrong)._odds
-    assert 0.8 * getattr(prior, name) < getattr(once, name) < getattr(prior, name), "one round moves them a little"
+    assert 0.6 * getattr(prior, name) < getattr(once, name) < getattr(prior, name), "one round moves them a little"
     assert getattr(often, name) < 0.05
     assert getattr(after(200, right)._odds, name) > 0.95
     for other in LEARNED:

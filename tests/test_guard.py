@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recguide.policy.guard import RULE, SLACK, TRIAL, Guard
+from recguide.policy.guard import FORWARDS, RULE, SLACK, TRIAL, Guard
 
 
 def serve(rounds: int, achieved: dict[int, float], promised: dict[int, float], seed: int | None = None) -> list[int]:
@@ -18,7 +18,7 @@ def serve(rounds: int, achieved: dict[int, float], promised: dict[int, float], s
     noise = np.random.default_rng(seed).uniform(0.5, 1.5, rounds) if seed is not None else np.ones(rounds)
     for factor in noise:
         modes.append(guard.mode)
-        guard.observe(10 * achieved[guard.mode] * factor, 10, promised)
+        guard.observe(guard.mode, True, 10 * achieved[guard.mode] * factor, 10, promised)
     return modes
 
 
@@ -43,12 +43,12 @@ def test_who_does_not_keep_its_promise_goes_after_one_trial() -> None:
 def test_a_rule_that_has_got_better_comes_back() -> None:
     guard = Guard()
     for _ in range(TRIAL):
-        guard.observe(1, 10, {1: 1.0})
+        guard.observe(guard.mode, True, 1, 10, {1: 1.0})
     assert guard.mode == 1
     modes = []
     for _ in range(10 * TRIAL):
         modes.append(guard.mode)
-        guard.observe(10 if guard.mode == 1 else 20, 10, {1: 1.0})
+        guard.observe(guard.mode, True, 10 if guard.mode == 1 else 20, 10, {1: 1.0})
     assert modes[:TRIAL] == [1] * TRIAL
     assert set(modes[TRIAL:]) == {RULE}
 
@@ -73,5 +73,17 @@ def test_one_bad_trial_is_no_sentence(wrong: int) -> None:
     for number in range(20 * TRIAL):
         modes.append(guard.mode)
         hard = number < TRIAL
-        guard.observe(2 if hard else 10, 10, {wrong: 0.9})
+        guard.observe(guard.mode, True, 2 if hard else 10, 10, {wrong: 0.9})
     assert modes.count(RULE) >= 17 * TRIAL
+
+
+def test_a_round_of_another_mode_says_nothing_and_a_trial_has_several_forwards() -> None:
+    guard = Guard()
+    for _ in range(10 * TRIAL):
+        guard.observe(8, True, 1, 10, {1: 1.0})
+    assert guard.mode == RULE, "these were chosen in the mode of 8"
+    for number in range(FORWARDS * TRIAL):
+        assert guard.mode == RULE, number
+        # Requests of one forward.
+        guard.observe(RULE, number % TRIAL == TRIAL - 1, 1, 10, {1: 1.0})
+    assert guard.mode == 1

@@ -157,7 +157,11 @@ def run_round(batch: Sequence[Request], adapter: ModelAdapter, kv: KVCache, hook
     """
     live = [row for row, request in enumerate(batch) if request.finished is None]
     drafts = {row: batch[row].draft.cut(batch[row].block_size) for row in live}
-    undrafted = [row for row in live if batch[row].block_size > 1 and not drafts[row].guesses]
+    undrafted = [
+        row
+        for row in live
+        if batch[row].block_size > 1 and batch[row].method.draft_forwards and not drafts[row].guesses
+    ]
     drafts |= draft_blocks(batch, undrafted, adapter, kv, hooks)
 
     choices = {row: _choice(batch[row], drafts[row]) for row in live}

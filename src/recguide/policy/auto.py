@@ -58,6 +58,8 @@ EXPLORE = 32
 class _History(History):
     odds: list[float] = field(default_factory=list)
     """Of its draft's tokens, before what is learned of odds."""
+    mode: int = RULE
+    """The guard's, in which its round was chosen."""
 
 
 class Auto(BlockPolicy):
@@ -86,7 +88,7 @@ class Auto(BlockPolicy):
         self._prices: dict[int, Ratio] = {}
         self._guards: dict[int, Guard] = {}
         self._load, self._plain = 1, 0
-        self._smooth_ms = self._true_ms = 0.0
+        self._smooth_ms, self._true_ms, self._is_first = 0.0, 0.0, True
 
     def block_size(self, request: int, load: int) -> int:
         self._load = load
@@ -98,8 +100,9 @@ class Auto(BlockPolicy):
         end = next((i for i, guess in enumerate(draft.guesses, start=1) if guess.token in eos), len(draft.guesses))
         guesses = draft.guesses[:end]
         history.odds = [self._draft_odds.acceptance(guess.probability, i) for i, guess in enumerate(guesses, start=1)]
-        if self._guard.mode != RULE:
-            return _fixed_block(self._guard.mode, draft, remaining)
+        history.mode = self._guard.mode
+        if history.mode != RULE:
+            return _fixed_block(history.mode, draft, remaining)
         acceptance = [min(odds * self._correction(odds).value, 1.0) for odds in history.odds]
         expected = self._prospects.of(history)
         if draft.source is DraftSource.BRANCH:
@@ -175,6 +178,7 @@ class Auto(BlockPolicy):
     # --- what is learned ---
 
     def observe_forward(self, record: ForwardRecord) -> None:
+        self._is_first = True
         self._smooth_ms = self._times.observe(record)
         # What is smooth is of a model of times, which may be wrong; but one disturbed forward must not decide either.
         self._true_ms = min(1000 * record.elapsed, 2 * self._smooth_ms)
@@ -183,7 +187,9 @@ class Auto(BlockPolicy):
         history = self._histories.setdefault(record.request, _History())
         committed = len(record.committed)
         self._price.observe(committed, self._smooth_ms)
-        self._guard.observe(committed, self._true_ms, self._promises(self._prospects.of(history)))
+        promises = self._promises(self._prospects.of(history))
+        self._guard.observe(history.mode, self._is_first, committed, self._true_ms, promises)
+        self._is_first = False
         if record.block_size > 1:
             if record.entropies and self._progress is not None:
                 history.uncertainties.append(self._progress.uncertainty(record.entropies))
@@ -202,12 +208,11 @@ class Auto(BlockPolicy):
 
     def _learn_odds(self, record: RoundRecord, odds: list[float]) -> None:
         verified = odds[: len(record.draft.guesses)]
-        # The first of a leftover follows a rejected token, and has a factor of its own.
-        later = record.draft.source is DraftSource.LEFTOVER
-        if later and verified:
-            first = verified[0]
-            self._leftover.observe(record.accepted > 0, min(first * self._correction(first).value, 1.0))
-        for i, predicted in enumerate(verified[later : record.accepted + 1], start=later):
+        if record.draft.source is DraftSource.LEFTOVER:
+            corrected = (min(one * self._correction(one).value, 1.0) for one in verified)
+            self._leftover.observe(record.accepted, sum(accumulate(corrected, mul)))
+            return
+        for i, predicted in enumerate(verified[: record.accepted + 1]):
             self._correction(predicted).observe(i < record.accepted, predicted)
 
     def _correction(self, odds: float) -> Ratio:

@@ -35,7 +35,7 @@ class Odds:
         continuation (`float`): that a branch's first prediction is right after all that is verified was accepted.
         redrafted (`float`): that it is right where the draft before it was rejected.
         foretold (`float`): that a branch has foretold all that is committed from its depth on, where that is more than one token.
-        leftover (`float`): factor on the odds of the first drafted token after a rejected one.
+        leftover (`float`): factor on what is expected of drafts behind a rejected token.
         promise (`float`): factor on what is expected of new drafts.
     """
 
@@ -172,34 +172,44 @@ class _BestRound:
     def _candidates(self, verified: int, odds: list[float]) -> list[tuple[Branch, list[float]]]:
         """Branches for the likeliest ends of the round, with what each is worth at ends from its depth on."""
         at, found = self._at, []
-        most = max(worth[0] for worth in self._branch.values())
-        dearness = at.price * (at.ms[verified + BLOCK_SIZES[0]] - at.ms[verified])
         reached = list(accumulate(reversed(odds)))[::-1]
         for depth in sorted(range(1, verified + 1), key=odds.__getitem__, reverse=True)[:ENDS]:
-            # Most ends are too unlikely to be worth the shortest branch.
-            if reached[depth] * most <= dearness:
-                continue
             first = self._odds.continuation if depth == verified else self._odds.redrafted
-            room = at.remaining - depth
-            # Of the sizes that do not fit, the smallest is shortened.
-            for size in [size for i, size in enumerate(BLOCK_SIZES) if i == 0 or BLOCK_SIZES[i - 1] < room]:
-                length = min(size, room)
-                if length < 2:
-                    continue
-                share = length / size
-                worth = self._branch[size][: min(verified + 1 - depth, length - 1)]
-                later = share * self._odds.foretold
-                continued = [share * first * worth[0], *[later * one for one in worth[1:]]]
-                found.append((Branch(BranchKind.CONTINUATION, depth, length), continued))
-                if depth < verified:
-                    guess = at.guesses[depth - 1]
-                    for rank, token in enumerate(guess.alternatives[:2]):
-                        right = at.replacement(rank, guess)
-                        # A continuation that is right as often is worth as much here, and something at other ends too.
-                        if right > first and token not in at.eos:
-                            supposed = Branch(BranchKind.CORRECTION, depth, length, token)
-                            found.append((supposed, [share * right * worth[0]]))
+            later = self._odds.foretold
+            size = self._best_size(
+                odds[depth] * first + (reached[depth] - odds[depth]) * later, verified, at.remaining - depth
+            )
+            if not size:
+                continue
+            length = min(size, at.remaining - depth)
+            share = length / size
+            worth = self._branch[size][: min(verified + 1 - depth, length - 1)]
+            continued = [share * first * worth[0], *[share * later * one for one in worth[1:]]]
+            found.append((Branch(BranchKind.CONTINUATION, depth, length), continued))
+            if depth < verified:
+                guess = at.guesses[depth - 1]
+                for rank, token in enumerate(guess.alternatives[:2]):
+                    right = at.replacement(rank, guess)
+                    # A continuation that is right as often is worth as much here, and something at other ends too.
+                    if right > first and token not in at.eos:
+                        supposed = Branch(BranchKind.CORRECTION, depth, length, token)
+                        found.append((supposed, [share * right * worth[0]]))
         return found
+
+    def _best_size(self, odds: float, verified: int, room: int) -> int:
+        """Of a branch that is the next draft with these odds, if no end of the round uses up any of it; 0: none pays."""
+        ms, price = self._at.ms, self._at.price
+        best, most = 0, 0.0
+        for size in BLOCK_SIZES:
+            length = min(size, room)
+            if length >= 2:
+                gain = odds * self._branch[size][0] * length / size - price * (ms[verified + length] - ms[verified])
+                if gain > most:
+                    best, most = size, gain
+            # A larger one would be shortened too.
+            if size >= room:
+                break
+        return best
 
 
 @lru_cache(maxsize=256)

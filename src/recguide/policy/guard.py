@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 RULE = 0
 """The mode in which `auto` decides by itself; the others are block sizes, 1 for plain decoding."""
-TRIAL = 64
-"""Rounds that a mode is measured for."""
+TRIAL, FORWARDS = 64, 4
+"""Rounds of requests that a mode is measured for, and the fewest forwards that they must have been in."""
 SLACK = 0.9
 """A promise counts if the rule achieves less than this share of it: promises are forecasts, and texts differ from one trial to the next."""
 
@@ -25,7 +25,7 @@ class Guard:
     def __init__(self) -> None:
         self.mode = RULE
         self._tokens = self._ms = 0.0
-        self._rounds = 0
+        self._rounds = self._forwards = 0
         self._promised: dict[int, float] = {}
         self._kept: dict[int, float] = {}
         """What modes that were tried achieved, as a share of their promises."""
@@ -33,24 +33,30 @@ class Guard:
         """What the rule achieved when it was last sent away."""
         self._stay, self._trials_left = 1, 0
 
-    def observe(self, tokens: float, ms: float, promises: Mapping[int, float]) -> None:
+    def observe(self, mode: int, first: bool, tokens: float, ms: float, promises: Mapping[int, float]) -> None:
         """
-        Take note of a round.
+        Take note of a request's round; of one that was chosen in another mode than the present one nothing is learned.
 
         Args:
+            mode (`int`): in which it was chosen.
+            first (`bool`): whether it is the first of its forward.
             tokens (`float`): that it committed.
             ms (`float`): that it took.
             promises (`Mapping[int, float]`): tokens a millisecond that each other mode may be expected to achieve there.
         """
-        self._tokens, self._ms, self._rounds = self._tokens + tokens, self._ms + ms, self._rounds + 1
-        for mode, rate in promises.items():
-            self._promised[mode] = self._promised.get(mode, 0.0) + rate
-        if self._rounds < TRIAL:
+        if mode != self.mode:
+            return
+        self._tokens, self._ms = self._tokens + tokens, self._ms + ms
+        self._rounds, self._forwards = self._rounds + 1, self._forwards + first
+        for other, rate in promises.items():
+            self._promised[other] = self._promised.get(other, 0.0) + rate
+        if self._rounds < TRIAL or self._forwards < FORWARDS:
             return
         rate = self._tokens / self._ms
-        promised = {mode: total / self._rounds * self._kept.get(mode, 1.0) for mode, total in self._promised.items()}
+        promised = {other: total / self._rounds * self._kept.get(other, 1.0) for other, total in self._promised.items()}
         self._tokens = self._ms = 0.0
-        self._rounds, self._promised = 0, {}
+        self._rounds = self._forwards = 0
+        self._promised = {}
         if self.mode == RULE:
             best = max(promised, key=promised.__getitem__)
             if rate < SLACK * promised[best]:
