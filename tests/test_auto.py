@@ -193,7 +193,7 @@ def after(times: int, record: RoundRecord) -> Auto:
         ("continuation", round_of(4, 3, branch_at(4, 4, 5, 6)), round_of(4, 3, branch_at(4, 9, 5, 6))),
         ("redrafted", round_of(8, 2, branch_at(3, 3, 4, 5)), round_of(8, 2, branch_at(3, 9, 4, 5))),
         ("foretold", round_of(8, 4, branch_at(3, 3, 4, 5, 6, 7)), round_of(8, 4, branch_at(3, 3, 4, 9, 6, 7))),
-        ("leftover", round_of(8, 2, left_over=True), round_of(8, 0, left_over=True)),
+        ("leftover", round_of(8, 7, left_over=True), round_of(8, 0, left_over=True)),
     ],
 )
 def test_odds_move_towards_what_is_seen(name: str, right: RoundRecord, wrong: RoundRecord) -> None:

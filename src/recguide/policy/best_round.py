@@ -174,11 +174,21 @@ class _BestRound:
         at, found = self._at, []
         reached = list(accumulate(reversed(odds)))[::-1]
         for depth in sorted(range(1, verified + 1), key=odds.__getitem__, reverse=True)[:ENDS]:
-            first = self._odds.continuation if depth == verified else self._odds.redrafted
-            later = self._odds.foretold
-            size = self._best_size(
-                odds[depth] * first + (reached[depth] - odds[depth]) * later, verified, at.remaining - depth
-            )
+            first, later = self._odds.redrafted, self._odds.foretold
+            supposed: list[tuple[float, int]] = []
+            if depth == verified:
+                first = self._odds.continuation
+            else:
+                guess = at.guesses[depth - 1]
+                # A continuation that is right as often is worth as much here, and something at other ends too.
+                supposed = [
+                    (right, token)
+                    for rank, token in enumerate(guess.alternatives[:2])
+                    if token not in at.eos and (right := at.replacement(rank, guess)) > first
+                ]
+            likeliest = max([first, *(right for right, _ in supposed)])
+            hit = odds[depth] * likeliest + (reached[depth] - odds[depth]) * later
+            size = self._best_size(hit, verified, at.remaining - depth)
             if not size:
                 continue
             length = min(size, at.remaining - depth)
@@ -186,14 +196,8 @@ class _BestRound:
             worth = self._branch[size][: min(verified + 1 - depth, length - 1)]
             continued = [share * first * worth[0], *[share * later * one for one in worth[1:]]]
             found.append((Branch(BranchKind.CONTINUATION, depth, length), continued))
-            if depth < verified:
-                guess = at.guesses[depth - 1]
-                for rank, token in enumerate(guess.alternatives[:2]):
-                    right = at.replacement(rank, guess)
-                    # A continuation that is right as often is worth as much here, and something at other ends too.
-                    if right > first and token not in at.eos:
-                        supposed = Branch(BranchKind.CORRECTION, depth, length, token)
-                        found.append((supposed, [share * right * worth[0]]))
+            for right, token in supposed:
+                found.append((Branch(BranchKind.CORRECTION, depth, length, token), [share * right * worth[0]]))
         return found
 
     def _best_size(self, odds: float, verified: int, room: int) -> int:
