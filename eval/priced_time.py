@@ -1,6 +1,6 @@
 """Strategies under load in priced time: real texts, drafts and acceptance, but every forward takes what a plane says.
 
-    python eval/priced_time.py --loads 1,8,32 --prompts 10 --json priced.json
+    python eval/priced_time.py --loads 1,8,32 --prompts 6 --json priced.json
 
 Two strategies that differ by one per cent cannot be told apart by a clock on a shared machine; here they can. What is left out is the time
 outside of forwards, and whatever in a forward is not on the plane.
@@ -29,9 +29,9 @@ from recguide.tiny.tasks import FAMILIES, make_task
 def contenders(sizes: Sequence[int]) -> dict[str, dict[str, Any]]:
     """Options of `generate`, by name."""
     found: dict[str, dict[str, Any]] = {"ar": {"generation_strategy": "ar"}}
-    for strategy in ("linear", "recguide"):
-        for size in sizes:
-            found[f"{strategy}-{size}"] = {"generation_strategy": strategy, "recguide_config": {"block_size": size}}
+    for size in sizes:
+        found[f"linear-{size}"] = {"generation_strategy": "linear", "recguide_config": {"block_size": size}}
+    found["recguide-16"] = {"generation_strategy": "recguide", "recguide_config": {"block_size": 16}}
     found["verification_guided"] = {
         "generation_strategy": "linear",
         "recguide_config": {"policy": "verification_guided"},
@@ -57,7 +57,7 @@ def rate(model: Any, prompts: Sequence[list[int]], load: int, options: dict[str,
 
 def main(
     loads: Annotated[str, typer.Option(help="Requests at once, with commas.")] = "1,8,32",
-    prompts: Annotated[int, typer.Option(min=1, help="Of each suite.")] = 10,
+    prompts: Annotated[int, typer.Option(min=1, help="Of each suite.")] = 6,
     fixed: Annotated[float, typer.Option(help="Milliseconds of a forward.")] = 12.0,
     each_request: Annotated[float, typer.Option(help="Milliseconds of a request in it.")] = 0.6,
     each_token: Annotated[float, typer.Option(help="Milliseconds of a query token.")] = 0.2,
