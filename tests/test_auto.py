@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from recguide import ConfigError, Engine, Hook, RecGuideConfig, RoundRecord
+from recguide import ConfigError, Engine, EngineConfig, Hook, RecGuideConfig, RoundRecord
 from recguide.adapter import ModelAdapter
 from recguide.attention import resolve_backend
 from recguide.branching import NoBranches
@@ -241,6 +241,18 @@ def test_the_text_is_plain_decodings(sampled: bool) -> None:
     metrics.check()
     assert metrics.forwards["draft"] == 0
     assert metrics.rounds[DraftSource.BRANCH] > 0, "some drafts should have been right"
+
+
+@pytest.mark.parametrize("scheduler", ["packed", "bucketed", "padded"])
+def test_it_never_has_a_draft_forward_in_an_engine(scheduler: str) -> None:
+    model, metrics = toy_model(vocab_size=64), DecodeMetrics()
+    prompts = [[7 + i, 9, 11 + i] for i in range(6)]
+    with Engine(model, EngineConfig(scheduler=scheduler), [metrics]) as engine:
+        results = engine.generate_batch(prompts, generation_strategy="auto", max_new_tokens=30)
+    assert metrics.forwards["draft"] == 0, "a scheduler may raise blocks beyond what is drafted"
+    for prompt, result in zip(prompts, results, strict=True):
+        alone = model.generate(torch.tensor([prompt]), generation_strategy="ar", max_new_tokens=30)
+        assert result.tokens == alone[0, 3:].tolist()
 
 
 def test_in_an_engine_beside_others() -> None:
