@@ -88,7 +88,7 @@ class Auto(BlockPolicy):
         self._prices: dict[int, Ratio] = {}
         self._guards: dict[int, Guard] = {}
         self._load, self._plain = 1, 0
-        self._smooth_ms, self._true_ms, self._is_first = 0.0, 0.0, True
+        self._smooth_ms, self._is_first = 0.0, True
 
     def block_size(self, request: int, load: int) -> int:
         self._load = load
@@ -180,15 +180,14 @@ class Auto(BlockPolicy):
     def observe_forward(self, record: ForwardRecord) -> None:
         self._is_first = True
         self._smooth_ms = self._times.observe(record)
-        # What is smooth is of a model of times, which may be wrong; but one disturbed forward must not decide either.
-        self._true_ms = min(1000 * record.elapsed, 2 * self._smooth_ms)
 
     def observe(self, record: RoundRecord) -> None:
         history = self._histories.setdefault(record.request, _History())
         committed = len(record.committed)
         self._price.observe(committed, self._smooth_ms)
         promises = self._promises(self._prospects.of(history))
-        self._guard.observe(history.mode, self._is_first, committed, self._true_ms, promises)
+        # Promises are of smooth times, so achievements must be: the mean of noisy times is above their median.
+        self._guard.observe(history.mode, self._is_first, committed, self._smooth_ms, promises)
         self._is_first = False
         if record.block_size > 1:
             if record.entropies and self._progress is not None:
