@@ -59,13 +59,18 @@ def method_of(
         )
     policy = (policies or Policies()).of(config, lambda: read_tables(adapter, config))
     if isinstance(policy, Auto):
-        return Method(policy, AutoBranches(policy, eos), candidates=3, draft_forwards=False)
+        return auto_method(policy, eos)
     return Method(
         policy=policy,
         branching=branching_rule(config, eos),
         draft_threshold=config.draft_threshold,
         candidates=2 + (len(eos) if config.exclude_eos_replacement else 0),
     )
+
+
+def auto_method(auto: Auto, eos: frozenset[int]) -> Method:
+    """Rounds as `auto` decides them: it drafts beside verifications only, and looks at three choices for each place."""
+    return Method(auto, AutoBranches(auto, eos), candidates=3, draft_forwards=False)
 
 
 def tables_directory(adapter: ModelAdapter, chosen: str | None) -> Path:

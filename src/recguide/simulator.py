@@ -27,7 +27,9 @@ from .engine.scheduler import SCHEDULERS, Turn
 from .errors import ConfigError, InputError
 from .fitting import fit_progress
 from .hooks import Hook
-from .policy import AIMD, Auto, AutoBranches, BlockPolicy, ConcurrencyTable, FixedBlock, Oracle, VerificationGuided
+from .loop import auto_method
+from .policy import AIMD, Auto, BlockPolicy, ConcurrencyTable, FixedBlock, Oracle, VerificationGuided
+from .policy.forward_times import between
 from .rounds import Method, Request, plan_blocks, run_round
 from .simulated_model import PREDICTION, SimulatedModel, SimulatedText, right_token
 from .structs import Draft, DraftSource, FinishRecord, ForwardRecord, Guess, Outcome, RoundRecord
@@ -329,13 +331,7 @@ class ForwardCosts:
         if requests not in self._known:
             sizes = self._verifying.block_sizes
             self._known[requests] = [(size, self._verifying.round_ms(requests, size)) for size in sizes]
-        points = self._known[requests]
-        if len(points) == 1:
-            return points[0][1]
-        right = next((i for i, (size, _) in enumerate(points) if i and size >= tokens), len(points) - 1)
-        (size, ms), (larger, more) = points[right - 1 : right + 1]
-        # However steep the line, a forward is not for nothing.
-        return max(ms + (more - ms) * (tokens - size) / (larger - size), points[0][1] / 4)
+        return between(self._known[requests], tokens)
 
 
 # --- serving ---
@@ -442,7 +438,7 @@ class _Serving:
         self._scheduler, self._packed = SCHEDULERS[scheduler](EngineConfig.max_wait), scheduler == "packed"
         self._method = Method(policy, NoBranches())
         if isinstance(policy, Auto):
-            self._method = Method(policy, AutoBranches(policy, frozenset()), candidates=3, draft_forwards=False)
+            self._method = auto_method(policy, frozenset())
         self._forward_costs = ForwardCosts(costs)
         self._admitted: list[_Guest] = []
         self._now = 0.0

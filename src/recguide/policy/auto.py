@@ -37,7 +37,7 @@ from .best_round import TOKENS, Odds, Situation, best_round
 from .forward_times import ForwardTimes
 from .guard import RULE, Guard
 from .history import History
-from .price import PRIOR_ROUNDS, Ratio, learned
+from .price import Ratio, learned
 from .prospects import CalibratedProspects, LearnedProspects, Prospects
 
 PRICE_MEMORY = 256
@@ -103,7 +103,7 @@ class Auto(BlockPolicy):
         history.mode = self._guard.mode
         if history.mode != RULE:
             return _fixed_block(history.mode, draft, remaining)
-        acceptance = [min(odds * self._correction(odds).value, 1.0) for odds in history.odds]
+        acceptance = [self._corrected(odds) for odds in history.odds]
         expected = self._prospects.of(history)
         if draft.source is DraftSource.BRANCH:
             self._promise.observe(sum(accumulate(acceptance, mul)), expected[len(guesses) + 1] - 1)
@@ -149,9 +149,7 @@ class Auto(BlockPolicy):
         key = self._load.bit_length()
         if key not in self._prices:
             usual = self._times.curve(self._load)[BLOCK_SIZES[1]]
-            self._prices[key] = Ratio(
-                max(self._promises(self._prospects.mean).values()), usual * PRIOR_ROUNDS / PRICE_MEMORY, PRICE_MEMORY
-            )
+            self._prices[key] = learned(max(self._promises(self._prospects.mean).values()), PRICE_MEMORY, usual)
         return self._prices[key]
 
     def _price_for(self, expected: tuple[float, ...]) -> float:
@@ -208,11 +206,13 @@ class Auto(BlockPolicy):
     def _learn_odds(self, record: RoundRecord, odds: list[float]) -> None:
         verified = odds[: len(record.draft.guesses)]
         if record.draft.source is DraftSource.LEFTOVER:
-            corrected = (min(one * self._correction(one).value, 1.0) for one in verified)
-            self._leftover.observe(record.accepted, sum(accumulate(corrected, mul)))
+            self._leftover.observe(record.accepted, sum(accumulate(map(self._corrected, verified), mul)))
             return
         for i, predicted in enumerate(verified[: record.accepted + 1]):
             self._correction(predicted).observe(i < record.accepted, predicted)
+
+    def _corrected(self, odds: float) -> float:
+        return min(odds * self._correction(odds).value, 1.0)
 
     def _correction(self, odds: float) -> Ratio:
         return self._came_true[bisect_right(ODDS_EDGES, odds)]

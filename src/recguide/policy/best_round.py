@@ -127,12 +127,9 @@ class _BestRound:
         for c in range(1, count + 1):
             wrong = factor * rest[c]
             mixed = wrong + acceptance[c - 1] * (rest[c] - wrong)
-            left[c], cut[c] = self._of_draft(wrong, count - c), self._of_draft(mixed, count - c)
+            left[c] = _worth_of_draft(wrong, count - c, self._each)
+            cut[c] = _worth_of_draft(mixed, count - c, self._each)
         return left, cut
-
-    def _of_draft(self, accepted: float, guesses: int) -> float:
-        """A draft that is to be verified in the next round, beside the seed that is verified in any case."""
-        return max(accepted - self._each * min(guesses, accepted + MARGIN), 0.0)
 
     def _with_branches(self, verified: int) -> tuple[float, list[Branch]]:
         """The branches that ride best beside `verified` tokens, taken one by one, and what is worth there for the next round."""
@@ -216,6 +213,11 @@ class _BestRound:
         return best
 
 
+def _worth_of_draft(accepted: float, guesses: int, each: float) -> float:
+    """Of one that is verified in the next round, beside the seed that is verified in any case, where a query token costs `each`."""
+    return max(accepted - each * min(guesses, accepted + MARGIN), 0.0)
+
+
 @lru_cache(maxsize=256)
 def _worth_of_branches(expected: tuple[float, ...], promise: float, each: float) -> dict[int, list[float]]:
     """
@@ -225,7 +227,7 @@ def _worth_of_branches(expected: tuple[float, ...], promise: float, each: float)
     """
     return {
         size: [
-            max(promise * accepted - each * min(size - 1 - used, promise * accepted + MARGIN), 0.0)
+            _worth_of_draft(promise * accepted, size - 1 - used, each)
             for used, accepted in enumerate(_accepted(expected, size))
         ]
         for size in BLOCK_SIZES

@@ -117,10 +117,11 @@ class _Grid:
         }
 
     def at(self, load: int, tokens: float) -> float:
-        return _between([(known, _between(row, tokens)) for known, row in self._rows.items()], load)
+        return between([(known, between(row, tokens)) for known, row in self._rows.items()], load)
 
 
-def _between(points: list[tuple[int, float]], x: float) -> float:
+def between(points: list[tuple[int, float]], x: float) -> float:
+    """The height at `x` of straight lines between points, which ascend."""
     if len(points) == 1:
         return points[0][1]
     right = min(max(bisect_left(points, (x,)), 1), len(points) - 1)

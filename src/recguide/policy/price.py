@@ -37,9 +37,9 @@ PRIOR_ROUNDS = 10
 """Weight of what is assumed against what is seen."""
 
 
-def learned(prior: float, memory: int = 64) -> Ratio:
-    """How often odds come true, or the like: `prior` at first, then soon what is seen."""
-    return Ratio(prior, PRIOR_ROUNDS / memory, memory)
+def learned(prior: float, memory: int = 64, usual: float = 1.0) -> Ratio:
+    """How often odds come true, or the like: `prior` at first, then soon what is seen; see [`Ratio`]."""
+    return Ratio(prior, usual * PRIOR_ROUNDS / memory, memory)
 
 
 class Prices:
