@@ -14,9 +14,9 @@ from recguide.adapter import ModelAdapter
 from recguide.attention import resolve_backend
 from recguide.branching import NoBranches
 from recguide.calibration import CostProfile, DraftOdds, Fingerprint, ProgressTable, RoundCost, Stratum
-from recguide.loop import generate
+from recguide.loop import auto_method, generate
 from recguide.metrics import DecodeMetrics
-from recguide.policy import Auto, AutoBranches, FixedBlock, Policies, PolicyShelf
+from recguide.policy import Auto, FixedBlock, Policies, PolicyShelf
 from recguide.policy.auto import EXPLORE
 from recguide.policy.best_round import TOKENS
 from recguide.policy.forward_times import ForwardTimes
@@ -369,7 +369,7 @@ def decode(
 
 
 def run_by(auto: Auto) -> Method:
-    return Method(auto, AutoBranches(auto, frozenset({9})), candidates=3, draft_forwards=False)
+    return auto_method(auto, frozenset({9}))
 
 
 PLAIN = Method(FixedBlock(1), NoBranches(), candidates=1)

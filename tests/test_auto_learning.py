@@ -16,8 +16,8 @@ from recguide.attention import resolve_backend
 from recguide.calibration import CostProfile, DraftOdds, ForwardCost, ProgressTable, RoundCost, Stratum
 from recguide.cli.loading import TINY, chat_ids
 from recguide.cli.loading import load as load_model
-from recguide.loop import generate, method_of, read_tables
-from recguide.policy import Auto, AutoBranches
+from recguide.loop import auto_method, generate, method_of, read_tables
+from recguide.policy import Auto
 from recguide.rounds import Method, Request
 from recguide.testing import PricedRates, priced_time
 from recguide.tiny.tasks import FAMILIES, make_task
@@ -60,9 +60,8 @@ def rate(adapter: ModelAdapter, prompts: Sequence[list[int]], method: Method) ->
     return rates.tokens / rates.ms
 
 
-def auto_method(adapter: ModelAdapter, auto: Auto) -> Method:
-    eos = frozenset({adapter.model.generation_config.eos_token_id})
-    return Method(auto, AutoBranches(auto, eos), candidates=3, draft_forwards=False)
+def auto_on(adapter: ModelAdapter, auto: Auto) -> Method:
+    return auto_method(auto, frozenset({adapter.model.generation_config.eos_token_id}))
 
 
 def tables(adapter: ModelAdapter) -> tuple[ProgressTable, CostProfile]:
@@ -84,7 +83,7 @@ def test_it_beats_plain_decoding_and_fixed_blocks_at_low_and_high_load(embedded:
     adapter, prompts = embedded
     for load in (1, len(prompts)):
         batches = [prompts[i : i + load] for i in range(0, 3 if load == 1 else 1, load)]
-        auto = auto_method(adapter, Auto(*tables(adapter)))
+        auto = auto_on(adapter, Auto(*tables(adapter)))
         ours = sum(rate(adapter, batch, auto) for batch in batches)
         for options in ({"strategy": "ar"}, *({"strategy": "linear", "block_size": size} for size in (8, 16, 32))):
             fixed = method_of(RecGuideConfig(**options), frozenset(), adapter)
@@ -93,8 +92,8 @@ def test_it_beats_plain_decoding_and_fixed_blocks_at_low_and_high_load(embedded:
 
 def test_without_tables_it_is_nearly_as_good_after_a_while(embedded: Embedded) -> None:
     adapter, prompts = embedded
-    calibrated = auto_method(adapter, Auto(*tables(adapter)))
-    learning = auto_method(adapter, Auto())
+    calibrated = auto_on(adapter, Auto(*tables(adapter)))
+    learning = auto_on(adapter, Auto())
     warm = rate(adapter, prompts, learning), rate(adapter, prompts, calibrated)
     assert warm[0] >= 0.75 * warm[1], "its prior is sane"
     # About 100 rounds a batch have been seen by now.
@@ -104,7 +103,7 @@ def test_without_tables_it_is_nearly_as_good_after_a_while(embedded: Embedded) -
 
 def test_a_load_that_jumps_costs_nothing(embedded: Embedded) -> None:
     adapter, prompts = embedded
-    make: Callable[[], Method] = lambda: auto_method(adapter, Auto(*tables(adapter)))  # noqa: E731
+    make: Callable[[], Method] = lambda: auto_on(adapter, Auto(*tables(adapter)))  # noqa: E731
     alone, together, jumping = make(), make(), make()
     steady, jumped = [0.0, 0.0], [0.0, 0.0]
     for number in range(3):
@@ -127,7 +126,7 @@ def test_wrong_tables_do_not_make_it_slower_than_plain_decoding(embedded: Embedd
         odds=DraftOdds((1,), (), ((1.0,),), (), (1.0,), 1.0, 1.0),
     )
     nonsense = [list(reversed(prompt)) for prompt in prompts[:6]]
-    auto = auto_method(adapter, Auto(boasting, costs))
+    auto = auto_on(adapter, Auto(boasting, costs))
     plain = method_of(RecGuideConfig(strategy="ar"), frozenset(), adapter)
     # A trial of each load and mode.
     for _ in range(3):
