@@ -1,0 +1,103 @@
+"""Keeping accepted tokens: their keys and values go from the packed forward into pages, with counts that may stay on the device."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .packed import PackedRound
+
+BLOCK_TOKENS = 16
+
+
+def kv_commit(
+    keys: Tensor,
+    values: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    packed: PackedRound,
+    counts: Tensor,
+    limit: int | None = None,
+) -> None:
+    """
+    [`reference.kv_commit`] on the device: copy the first packed tokens of each request behind its prefix, in place.
+
+    Args:
+        keys, values (`torch.Tensor`): `[G, T, D]`, of the packed tokens, D contiguous.
+        key_cache, value_cache (`torch.Tensor`): `[N, G, D]`, written; D contiguous.
+        packed (`PackedRound`): its tables have room for what is committed.
+        counts (`torch.Tensor`): integers `[R]`, how many tokens to copy, on the caches' device.
+        limit (`int`, *optional*): no count is above this; by default the tokens of the longest request.
+
+    Raises:
+        ValueError: as many counts as requests were not given, shapes do not fit, or D is not contiguous.
+    """
+    shape = (packed.requests,)
+    if counts.shape != shape:
+        raise ValueError(f"counts must be {shape}, one a request; got {tuple(counts.shape)}.")
+    for name, new, cache in (("keys", keys, key_cache), ("values", values, value_cache)):
+        if (new.shape[0], new.shape[2]) != cache.shape[1:]:
+            raise ValueError(f"{name} {tuple(new.shape)} do not fit a cache of {tuple(cache.shape)}.")
+        if new.stride(2) != 1 or cache.stride(2) != 1:
+            raise ValueError(f"{name} and their cache must be contiguous in D.")
+    longest = max((packed.starts[r + 1] - packed.starts[r] for r in range(packed.requests)), default=0)
+    limit = longest if limit is None else min(limit, longest)
+    if not limit:
+        return
+    rows = [[packed.starts[r], packed.prefix[r]] for r in range(packed.requests)]
+    places = torch.tensor(rows, dtype=torch.int32).to(counts.device)
+    grid = (packed.requests, keys.shape[0], triton.cdiv(limit, BLOCK_TOKENS))
+    for new, cache in ((keys, key_cache), (values, value_cache)):
+        commit_kernel[grid](
+            new,
+            cache,
+            places,
+            counts,
+            packed.tables,
+            new.stride(0),
+            new.stride(1),
+            cache.stride(0),
+            cache.stride(1),
+            packed.tables.stride(0),
+            packed.page_size,
+            HEAD_DIM=new.shape[2],
+            BLOCK_D=triton.next_power_of_2(new.shape[2]),
+            BLOCK_TOKENS=BLOCK_TOKENS,
+            num_warps=4,
+        )
+
+
+@triton.jit
+def commit_kernel(
+    new,
+    cache,
+    places,
+    counts,
+    tables,
+    new_head_stride,
+    new_token_stride,
+    cache_slot_stride,
+    cache_head_stride,
+    table_stride,
+    page_size,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):
+    request = tl.program_id(0)
+    # Caches and packed rows may hold more than 2^31 numbers.
+    head = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(2) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    kept = index < tl.load(counts + request)
+    token = tl.load(places + request * 2).to(tl.int64) + index
+    position = tl.load(places + request * 2 + 1) + index
+    table = tables + request.to(tl.int64) * table_stride
+    page = tl.load(table + position // page_size, mask=kept, other=0).to(tl.int64)
+    slot = page * page_size + position % page_size
+    column = tl.arange(0, BLOCK_D)
+    mask = kept[:, None] & (column < HEAD_DIM)[None, :]
+    source = new + head * new_head_stride + token[:, None] * new_token_stride + column[None, :]
+    target = cache + head * cache_head_stride + slot[:, None] * cache_slot_stride + column[None, :]
+    tl.store(target, tl.load(source, mask=mask).to(cache.dtype.element_ty), mask=mask)

@@ -1,0 +1,218 @@
+"""One pass over `[T, V]` logits: the two likeliest tokens, their probabilities, the entropy, and keyed noise made in registers.
+
+The vocabulary is cut into fixed parts, so that few rows fill a device too and the bits of a row do not depend on its neighbours.
+One program reads one part of one row and reduces it to its `_STATE` numbers; a second kernel joins the parts of each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .reference import LogitStats
+
+PART = 4096
+"""Tokens of a part: 16 a thread, which is what stays in registers together with the noise."""
+NUM_WARPS = 8
+NO_NOISE = -1
+"""In place of a row's position: this row is greedy."""
+
+_STATE = tl.constexpr(7)
+"""Float fields of a part: best two scores, maximum and sum of the scores' softmax, maximum, sum and energy of the logits' softmax."""
+_LOWEST = tl.constexpr(-1e30)
+"""A logarithm of 0 that may be multiplied by 0."""
+_NO_TOKEN = tl.constexpr(2**31 - 1)
+"""Loses every tie against a token that exists."""
+
+
+def logit_stats(
+    logits: Tensor,
+    excluded: Sequence[int] = (),
+    seeds: Sequence[int] | None = None,
+    positions: Sequence[int] | None = None,
+) -> LogitStats:
+    """
+    [`reference.logit_stats`] on the device, with the noise of (seed, position) that `recguide.sampling.gumbel_noise` draws.
+
+    Args:
+        logits (`torch.Tensor`): `[T, V]` of float32, bfloat16 or float16 with contiguous rows; see the reference for its values.
+        excluded (`Sequence[int]`): tokens that are never predicted; at least two are left.
+        seeds (`Sequence[int]`, *optional*): T of them, 64 bits; `None` is greedy.
+        positions (`Sequence[int]`, *optional*): the absolute position below 2^32 that each row predicts, `NO_NOISE` for a greedy row.
+
+    Returns:
+        `LogitStats`: float32.
+
+    Raises:
+        ValueError: logits of another layout, seeds without positions or of another length, or fewer than two tokens left.
+    """
+    if logits.dim() != 2 or logits.stride(1) != 1:
+        raise ValueError(f"logits must be [T, V] with contiguous rows; got {tuple(logits.shape)}, {logits.stride()}.")
+    rows, vocabulary = logits.shape
+    left_out = sorted(set(excluded))
+    if left_out and not 0 <= left_out[0] <= left_out[-1] < vocabulary:
+        raise ValueError(f"excluded tokens must be from 0 to {vocabulary - 1}; got {left_out}.")
+    if vocabulary - len(left_out) < 2:
+        raise ValueError(f"two tokens must be left to predict; {vocabulary} less {len(left_out)} excluded are not.")
+    device = logits.device
+    keys = None
+    if seeds is not None or positions is not None:
+        if seeds is None or positions is None or not len(seeds) == len(positions) == rows:
+            raise ValueError(f"seeds and positions must both be {rows}, as many as the rows.")
+        signed = [seed - (1 << 64) if seed >> 63 else seed for seed in seeds]
+        keys = torch.tensor([signed, list(positions)], dtype=torch.int64).t().contiguous().to(device)
+    parts = triton.cdiv(vocabulary, PART)
+    state = torch.empty((rows, parts, _STATE.value), dtype=torch.float32, device=device)
+    tokens = torch.empty((rows, parts, 2), dtype=torch.int32, device=device)
+    ids = torch.empty((rows, 2), dtype=torch.int64, device=device)
+    numbers = torch.empty((rows, 4), dtype=torch.float32, device=device)
+    if rows:
+        part_kernel[(rows, parts)](
+            logits,
+            torch.tensor(left_out, dtype=torch.int32, device=device) if left_out else None,
+            keys,
+            state,
+            tokens,
+            logits.stride(0),
+            vocabulary,
+            EXCLUDED=len(left_out),
+            NOISE=keys is not None,
+            PART=PART,
+            num_warps=NUM_WARPS,
+        )
+        join_kernel[(rows,)](state, tokens, ids, numbers, parts, PARTS=triton.next_power_of_2(parts), num_warps=1)
+    return LogitStats(ids, numbers[:, :2], numbers[:, 2], numbers[:, 3])
+
+
+@triton.jit
+def _first_of(scores, ids, allowed):
+    """The highest allowed score and the lowest id that has it; `(-inf, _NO_TOKEN)` where nothing is allowed."""
+    best = tl.max(tl.where(allowed, scores, float("-inf")), 0)
+    return best, tl.min(tl.where(allowed & (scores == best), ids, _NO_TOKEN), 0)
+
+
+@triton.jit
+def _soft_sum(values, allowed):
+    """Maximum m, sum of `exp(x - m)`, and energy, the sum of `exp(x - m) (x - m)`, over the allowed values x."""
+    values = tl.where(allowed, values, float("-inf"))
+    m = tl.max(values, 0)
+    # Where the distance to the maximum is infinite or NaN, its product with a weight of 0 would be NaN.
+    shifted = tl.maximum(values - tl.where(m == float("-inf"), 0.0, m), _LOWEST)
+    weights = tl.exp(shifted)
+    return m, tl.sum(weights, 0), tl.sum(weights * shifted, 0)
+
+
+@triton.jit
+def _exponential(words):
+    """`-log1p(-u)` of the uniform variates `u = (word + 1/2) / 2^32`, with full relative precision where u is small."""
+    u = tl.minimum((words.to(tl.float32) + 0.5) * (2.0**-32), 1 - 2.0**-24)
+    # -log(1 - u) = 2 atanh(s). Below 1/2, 1 - u would be rounded, and a device's logarithm is inexact near 1.
+    s = u / (2.0 - u)
+    t = s * s
+    series = 1 / 15 + t * (1 / 17)
+    series = 1 / 13 + t * series
+    series = 1 / 11 + t * series
+    series = 1 / 9 + t * series
+    series = 1 / 7 + t * series
+    series = 1 / 5 + t * series
+    series = 1 / 3 + t * series
+    small = 2.0 * s + 2.0 * s * t * series
+    return tl.where(u < 0.5, small, -tl.log(1.0 - u))
+
+
+@triton.jit
+def _gumbel(seed, position, first, PART: tl.constexpr):
+    """The noise of tokens `[first, first + PART)`, `first` a multiple of 4: four of them share a Philox block."""
+    block = (first // 4 + tl.arange(0, PART // 4)).to(tl.uint32)
+    zero = block * 0
+    w0, w1, w2, w3 = tl.philox(seed, block, zero + position.to(tl.uint32), zero, zero)
+    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    return -tl.log(_exponential(words))
+
+
+@triton.jit
+def part_kernel(
+    logits,
+    excluded,
+    keys,
+    state,
+    tokens,
+    row_stride,
+    vocabulary,
+    EXCLUDED: tl.constexpr,
+    NOISE: tl.constexpr,
+    PART: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    ids = part * PART + tl.arange(0, PART)
+    allowed = ids < vocabulary
+    own = tl.load(logits + row * row_stride + ids, mask=allowed, other=float("-inf")).to(tl.float32)
+    for i in tl.static_range(EXCLUDED):
+        allowed = allowed & (ids != tl.load(excluded + i))
+    m, total, energy = _soft_sum(own, allowed)
+    if NOISE:
+        position = tl.load(keys + row * 2 + 1)
+        scores = own
+        if position >= 0:
+            scores = own + _gumbel(tl.load(keys + row * 2), position, part * PART, PART)
+        score_m, score_total, _ = _soft_sum(scores, allowed)
+    else:
+        scores = own
+        score_m = m
+        score_total = total
+    first, first_id = _first_of(scores, ids, allowed)
+    second, second_id = _first_of(scores, ids, allowed & (ids != first_id))
+    cell = row * tl.num_programs(1) + part
+    tl.store(tokens + cell * 2, first_id)
+    tl.store(tokens + cell * 2 + 1, second_id)
+    out = state + cell * _STATE
+    tl.store(out, first)
+    tl.store(out + 1, second)
+    tl.store(out + 2, score_m)
+    tl.store(out + 3, score_total)
+    tl.store(out + 4, m)
+    tl.store(out + 5, total)
+    tl.store(out + 6, energy)
+
+
+@triton.jit
+def join_kernel(state, tokens, ids, numbers, parts, PARTS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    there = part < parts
+    cell = row * parts + part
+    fields = state + cell * _STATE
+    first = tl.load(fields, mask=there, other=float("-inf"))
+    second = tl.load(fields + 1, mask=there, other=float("-inf"))
+    first_id = tl.load(tokens + cell * 2, mask=there, other=_NO_TOKEN)
+    second_id = tl.load(tokens + cell * 2 + 1, mask=there, other=_NO_TOKEN)
+    best, best_id = _first_of(first, first_id, there)
+    # The next best is the winner's second or another part's first.
+    won = first_id == best_id
+    next_best, next_id = _first_of(tl.where(won, second, first), tl.where(won, second_id, first_id), there)
+
+    score_m = tl.load(fields + 2, mask=there, other=float("-inf"))
+    score_top = tl.max(score_m, 0)
+    score_total = tl.sum(tl.load(fields + 3, mask=there, other=0.0) * tl.exp(score_m - score_top), 0)
+    p1 = tl.exp(best - score_top) / score_total
+    p2 = tl.exp(next_best - score_top) / score_total
+
+    m = tl.load(fields + 4, mask=there, other=float("-inf"))
+    top = tl.max(m, 0)
+    shift = tl.maximum(m - top, _LOWEST)
+    factor = tl.exp(shift)
+    sums = tl.load(fields + 5, mask=there, other=0.0)
+    total = tl.sum(sums * factor, 0)
+    energy = tl.sum((tl.load(fields + 6, mask=there, other=0.0) + sums * shift) * factor, 0)
+
+    tl.store(ids + row * 2, best_id.to(tl.int64))
+    tl.store(ids + row * 2 + 1, next_id.to(tl.int64))
+    tl.store(numbers + row * 4, p1)
+    tl.store(numbers + row * 4 + 1, p2)
+    tl.store(numbers + row * 4 + 2, p1 - p2)
+    tl.store(numbers + row * 4 + 3, tl.log(total) - energy / total)
