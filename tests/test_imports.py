@@ -23,6 +23,11 @@ def test_import_loads_no_optional_package() -> None:
     assert forbidden_modules("import recguide") <= forbidden_modules(BASELINE)
 
 
+def test_the_kernels_references_need_no_triton() -> None:
+    light = "import recguide_kernels.packed, recguide_kernels.reference, recguide_kernels.work"
+    assert forbidden_modules(light) <= forbidden_modules("import torch")
+
+
 def test_the_checker_finds_each_forbidden_package(tmp_path: Path) -> None:
     for name in FORBIDDEN:
         (tmp_path / f"{name}.py").touch()

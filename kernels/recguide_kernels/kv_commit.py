@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -12,14 +14,45 @@ from .packed import PackedRound
 BLOCK_TOKENS = 16
 
 
+@dataclass(frozen=True)
+class CommitWork:
+    """
+    What the commits of all layers of a forward share.
+
+    Args:
+        places (`torch.Tensor`): `int32[R, 2]`, each request's first packed token and its prefix.
+        counts (`torch.Tensor`): integers `[R]`, how many tokens to copy.
+        limit (`int`): no count is above this.
+    """
+
+    places: Tensor
+    counts: Tensor
+    limit: int
+
+
+def commit_work(packed: PackedRound, counts: Tensor, limit: int | None = None) -> CommitWork:
+    """
+    Prepare the commits of a forward.
+
+    Args:
+        packed (`PackedRound`): its tables have room for what is committed.
+        counts (`torch.Tensor`): integers `[R]` on the caches' device, where they may stay: how many tokens of each request to copy, from 0
+            to those it has in the forward.
+        limit (`int`, *optional*): no count is above this; by default the tokens of the longest request.
+
+    Raises:
+        ValueError: as many counts as requests were not given.
+    """
+    requests = packed.requests
+    if counts.shape != (requests,):
+        raise ValueError(f"counts must be {(requests,)}, one a request; got {tuple(counts.shape)}.")
+    longest = max((packed.starts[r + 1] - packed.starts[r] for r in range(requests)), default=0)
+    places = torch.tensor([[packed.starts[r], packed.prefix[r]] for r in range(requests)], dtype=torch.int32)
+    return CommitWork(places.to(counts.device), counts, longest if limit is None else min(limit, longest))
+
+
 def kv_commit(
-    keys: Tensor,
-    values: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    packed: PackedRound,
-    counts: Tensor,
-    limit: int | None = None,
+    keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, packed: PackedRound, work: CommitWork
 ) -> None:
     """
     [`reference.kv_commit`] on the device: copy the first packed tokens of each request behind its prefix, in place.
@@ -27,34 +60,26 @@ def kv_commit(
     Args:
         keys, values (`torch.Tensor`): `[G, T, D]`, of the packed tokens, D contiguous.
         key_cache, value_cache (`torch.Tensor`): `[N, G, D]`, written; D contiguous.
-        packed (`PackedRound`): its tables have room for what is committed.
-        counts (`torch.Tensor`): integers `[R]`, how many tokens to copy, on the caches' device.
-        limit (`int`, *optional*): no count is above this; by default the tokens of the longest request.
+        packed (`PackedRound`): the tables and their page size.
+        work (`CommitWork`): of [`commit_work`].
 
     Raises:
-        ValueError: as many counts as requests were not given, shapes do not fit, or D is not contiguous.
+        ValueError: shapes do not fit, or D is not contiguous.
     """
-    shape = (packed.requests,)
-    if counts.shape != shape:
-        raise ValueError(f"counts must be {shape}, one a request; got {tuple(counts.shape)}.")
     for name, new, cache in (("keys", keys, key_cache), ("values", values, value_cache)):
         if (new.shape[0], new.shape[2]) != cache.shape[1:]:
             raise ValueError(f"{name} {tuple(new.shape)} do not fit a cache of {tuple(cache.shape)}.")
         if new.stride(2) != 1 or cache.stride(2) != 1:
             raise ValueError(f"{name} and their cache must be contiguous in D.")
-    longest = max((packed.starts[r + 1] - packed.starts[r] for r in range(packed.requests)), default=0)
-    limit = longest if limit is None else min(limit, longest)
-    if not limit:
+    if not work.limit:
         return
-    rows = [[packed.starts[r], packed.prefix[r]] for r in range(packed.requests)]
-    places = torch.tensor(rows, dtype=torch.int32).to(counts.device)
-    grid = (packed.requests, keys.shape[0], triton.cdiv(limit, BLOCK_TOKENS))
+    grid = (packed.requests, keys.shape[0], triton.cdiv(work.limit, BLOCK_TOKENS))
     for new, cache in ((keys, key_cache), (values, value_cache)):
         commit_kernel[grid](
             new,
             cache,
-            places,
-            counts,
+            work.places,
+            work.counts,
             packed.tables,
             new.stride(0),
             new.stride(1),

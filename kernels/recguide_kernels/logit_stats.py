@@ -29,26 +29,36 @@ _NO_TOKEN = tl.constexpr(2**31 - 1)
 """Loses every tie against a token that exists."""
 
 
-def logit_stats(
-    logits: Tensor,
-    excluded: Sequence[int] = (),
-    seeds: Sequence[int] | None = None,
-    positions: Sequence[int] | None = None,
-) -> LogitStats:
+def noise_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> Tensor:
+    """
+    What tells the noise of each row, in the form that [`logit_stats`] takes.
+
+    Args:
+        seeds (`Sequence[int]`): T of them, 64 bits.
+        positions (`Sequence[int]`): T of them, the absolute position below 2^32 that a row predicts; `NO_NOISE` for a greedy row.
+        device (`torch.device`): of the logits.
+
+    Returns:
+        `torch.Tensor`: `int64[T, 2]`.
+    """
+    signed = [seed - (1 << 64) if seed >> 63 else seed for seed in seeds]
+    return torch.tensor([signed, list(positions)], dtype=torch.int64).t().contiguous().to(device)
+
+
+def logit_stats(logits: Tensor, excluded: Sequence[int] = (), keys: Tensor | None = None) -> LogitStats:
     """
     [`reference.logit_stats`] on the device, with the noise of (seed, position) that `recguide.sampling.gumbel_noise` draws.
 
     Args:
         logits (`torch.Tensor`): `[T, V]` of float32, bfloat16 or float16 with contiguous rows; see the reference for its values.
-        excluded (`Sequence[int]`): tokens that are never predicted; at least two are left.
-        seeds (`Sequence[int]`, *optional*): T of them, 64 bits; `None` is greedy.
-        positions (`Sequence[int]`, *optional*): the absolute position below 2^32 that each row predicts, `NO_NOISE` for a greedy row.
+        excluded (`Sequence[int]`): tokens that are never predicted; at least two are left. They are compiled into the kernel.
+        keys (`torch.Tensor`, *optional*): `int64[T, 2]` of [`noise_keys`]; `None` if all rows are greedy.
 
     Returns:
         `LogitStats`: float32.
 
     Raises:
-        ValueError: logits of another layout, seeds without positions or of another length, or fewer than two tokens left.
+        ValueError: logits or keys of another layout, an excluded token that is none, or fewer than two tokens left.
     """
     if logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits must be [T, V] with contiguous rows; got {tuple(logits.shape)}, {logits.stride()}.")
@@ -58,13 +68,9 @@ def logit_stats(
         raise ValueError(f"excluded tokens must be from 0 to {vocabulary - 1}; got {left_out}.")
     if vocabulary - len(left_out) < 2:
         raise ValueError(f"two tokens must be left to predict; {vocabulary} less {len(left_out)} excluded are not.")
+    if keys is not None and (keys.shape != (rows, 2) or keys.dtype != torch.int64 or not keys.is_contiguous()):
+        raise ValueError(f"keys must be a contiguous int64[{rows}, 2]; got {keys.dtype} of {tuple(keys.shape)}.")
     device = logits.device
-    keys = None
-    if seeds is not None or positions is not None:
-        if seeds is None or positions is None or not len(seeds) == len(positions) == rows:
-            raise ValueError(f"seeds and positions must both be {rows}, as many as the rows.")
-        signed = [seed - (1 << 64) if seed >> 63 else seed for seed in seeds]
-        keys = torch.tensor([signed, list(positions)], dtype=torch.int64).t().contiguous().to(device)
     parts = triton.cdiv(vocabulary, PART)
     state = torch.empty((rows, parts, _STATE.value), dtype=torch.float32, device=device)
     tokens = torch.empty((rows, parts, 2), dtype=torch.int32, device=device)
@@ -73,13 +79,12 @@ def logit_stats(
     if rows:
         part_kernel[(rows, parts)](
             logits,
-            torch.tensor(left_out, dtype=torch.int32, device=device) if left_out else None,
             keys,
             state,
             tokens,
             logits.stride(0),
             vocabulary,
-            EXCLUDED=len(left_out),
+            EXCLUDED=tuple(left_out),
             NOISE=keys is not None,
             PART=PART,
             num_warps=NUM_WARPS,
@@ -137,7 +142,6 @@ def _gumbel(seed, position, first, PART: tl.constexpr):
 @triton.jit
 def part_kernel(
     logits,
-    excluded,
     keys,
     state,
     tokens,
@@ -152,8 +156,8 @@ def part_kernel(
     ids = part * PART + tl.arange(0, PART)
     allowed = ids < vocabulary
     own = tl.load(logits + row * row_stride + ids, mask=allowed, other=float("-inf")).to(tl.float32)
-    for i in tl.static_range(EXCLUDED):
-        allowed = allowed & (ids != tl.load(excluded + i))
+    for i in tl.static_range(len(EXCLUDED)):
+        allowed = allowed & (ids != EXCLUDED[i])
     m, total, energy = _soft_sum(own, allowed)
     if NOISE:
         position = tl.load(keys + row * 2 + 1)

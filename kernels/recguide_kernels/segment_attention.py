@@ -43,7 +43,7 @@ def tiling(rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     width = block_d(head_dim)
     if dtype.itemsize == 4:
         return Tiling(keys=16, num_warps=8, num_stages=1)
-    return Tiling(keys=64 if width <= 128 else 32, num_warps=4 if rows * width <= 32 * 128 else 8, num_stages=2)
+    return Tiling(keys=64 if width <= 128 else 32, num_warps=4 if rows <= 32 and width <= 128 else 8, num_stages=2)
 
 
 def segment_attention(

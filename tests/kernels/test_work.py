@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 Requests = list[tuple[int, int]]
 """Query tokens and cached tokens of each."""
 
-requests = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 300)), max_size=5)
+requests = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 130)), max_size=4)
 groups = st.sampled_from([1, 2, 3, 5, 8, 16])
 heights = st.sampled_from([16, 32, 64])
 splits = st.sampled_from([None, 1, 16, 50, 64, 1000])

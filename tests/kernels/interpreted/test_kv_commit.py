@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from recguide_kernels import reference
-from recguide_kernels.kv_commit import kv_commit
+from recguide_kernels.kv_commit import commit_work, kv_commit
 from recguide_kernels.packed import PackedRound
 
 NO_INTERVALS = torch.empty(0, 4, dtype=torch.int64)
@@ -30,7 +30,7 @@ def test_copies_what_the_reference_copies_and_nothing_else(page_size: int, size:
     packed = PackedRound(starts, prefix, NO_INTERVALS, tables, page_size)
     keys, values, key_cache, value_cache = tensors(41, 4 * width * page_size + 1, size)
     expected = key_cache.clone(), value_cache.clone()
-    kv_commit(keys, values, key_cache, value_cache, packed, torch.tensor(counts))
+    kv_commit(keys, values, key_cache, value_cache, packed, commit_work(packed, torch.tensor(counts)))
     reference.kv_commit(keys, values, *expected, packed, counts)
     assert same(key_cache, expected[0])
     assert same(value_cache, expected[1])
@@ -41,7 +41,7 @@ def test_counts_below_a_limit() -> None:
     packed = PackedRound((0, 40), (3,), NO_INTERVALS, torch.tensor([[2, 0, 1, 3]]), 16)
     keys, values, key_cache, value_cache = tensors(40, 65, 8)
     expected = key_cache.clone(), value_cache.clone()
-    kv_commit(keys, values, key_cache, value_cache, packed, torch.tensor([16]), limit=16)
+    kv_commit(keys, values, key_cache, value_cache, packed, commit_work(packed, torch.tensor([16]), limit=16))
     reference.kv_commit(keys, values, *expected, packed, [16])
     assert same(key_cache, expected[0])
     assert same(value_cache, expected[1])
@@ -51,7 +51,7 @@ def test_counts_below_a_limit() -> None:
 def test_half_types(dtype: torch.dtype) -> None:
     packed = PackedRound((0, 4), (1,), NO_INTERVALS, torch.tensor([[0]]), 16)
     keys, values, key_cache, value_cache = tensors(4, 17, 8, dtype)
-    kv_commit(keys, values, key_cache, value_cache, packed, torch.tensor([4]))
+    kv_commit(keys, values, key_cache, value_cache, packed, commit_work(packed, torch.tensor([4])))
     assert torch.equal(key_cache[1:5], keys.transpose(0, 1))
     assert torch.equal(value_cache[1:5], values.transpose(0, 1))
 
@@ -61,7 +61,7 @@ def test_a_cache_of_another_dtype() -> None:
     packed = PackedRound((0, 4), (1,), NO_INTERVALS, torch.tensor([[0]]), 16)
     keys, values, _, _ = tensors(4, 17, 8)
     key_cache, value_cache = torch.zeros(2, 17, 2, 8, dtype=torch.float16)
-    kv_commit(keys, values, key_cache, value_cache, packed, torch.tensor([4]))
+    kv_commit(keys, values, key_cache, value_cache, packed, commit_work(packed, torch.tensor([4])))
     assert torch.equal(key_cache[1:5], keys.transpose(0, 1).half())
     assert torch.equal(value_cache[1:5], values.transpose(0, 1).half())
 
@@ -71,14 +71,14 @@ def test_offsets_beyond_32_bits() -> None:
     memory = torch.empty((page + 1) * 16, 2, 8, dtype=torch.float16)  # Only what is written takes memory.
     packed = PackedRound((0, 5), (2,), NO_INTERVALS, torch.tensor([[page]]), 16)
     keys, _, _, _ = tensors(5, 17, 8, torch.float16)
-    kv_commit(keys, keys, memory, memory, packed, torch.tensor([5]))
+    kv_commit(keys, keys, memory, memory, packed, commit_work(packed, torch.tensor([5])))
     assert torch.equal(memory[page * 16 + 2 : page * 16 + 7], keys.transpose(0, 1))
 
 
 def test_nothing_to_copy() -> None:
     packed = PackedRound((0, 0), (0,), NO_INTERVALS, torch.zeros(1, 1, dtype=torch.int32), 16)
     keys, values, key_cache, value_cache = tensors(0, 17, 8)
-    kv_commit(keys, values, key_cache, value_cache, packed, torch.tensor([0]))
+    kv_commit(keys, values, key_cache, value_cache, packed, commit_work(packed, torch.tensor([0])))
     assert bool(key_cache.isnan().all())
 
 
@@ -86,10 +86,15 @@ def test_refuses() -> None:
     packed = PackedRound((0, 4), (1,), NO_INTERVALS, torch.tensor([[0]]), 16)
     keys, values, key_cache, value_cache = tensors(4, 17, 8)
     with pytest.raises(ValueError, match="one a request"):
-        kv_commit(keys, values, key_cache, value_cache, packed, torch.tensor([1, 1]))
+        kv_commit(keys, values, key_cache, value_cache, packed, commit_work(packed, torch.tensor([1, 1])))
     with pytest.raises(ValueError, match="do not fit"):
-        kv_commit(keys, values, key_cache[:, :1], value_cache, packed, torch.tensor([1]))
+        kv_commit(keys, values, key_cache[:, :1], value_cache, packed, commit_work(packed, torch.tensor([1])))
     with pytest.raises(ValueError, match="contiguous in D"):
         kv_commit(
-            keys, values, key_cache.transpose(0, 2).contiguous().transpose(0, 2), value_cache, packed, torch.tensor([1])
+            keys,
+            values,
+            key_cache.transpose(0, 2).contiguous().transpose(0, 2),
+            value_cache,
+            packed,
+            commit_work(packed, torch.tensor([1])),
         )

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -6,7 +8,7 @@ from torch import Tensor
 
 from recguide.sampling import gumbel_noise
 from recguide_kernels import reference
-from recguide_kernels.logit_stats import NO_NOISE, PART, _exponential, logit_stats
+from recguide_kernels.logit_stats import NO_NOISE, PART, _exponential, logit_stats, noise_keys
 
 CPU = torch.device("cpu")
 
@@ -28,7 +30,8 @@ def check(
     else:
         expected = reference.logit_stats(logits.double(), excluded)
         entropies = expected.entropies
-    got = logit_stats(logits, excluded, seeds, positions)
+    keys = None if seeds is None or positions is None else noise_keys(seeds, positions, CPU)
+    got = logit_stats(logits, excluded, keys)
     assert torch.equal(got.ids, expected.ids)
     torch.testing.assert_close(got.probabilities.double(), expected.probabilities.double(), rtol=2e-5, atol=1e-7)
     torch.testing.assert_close(got.margins.double(), expected.margins.double(), rtol=2e-5, atol=2e-6)
@@ -118,7 +121,7 @@ def test_noise_is_that_of_sampling(vocabulary: int) -> None:
 def test_noise_itself() -> None:
     """With equal logits the ids are those of the highest noise, and the probabilities tell its height."""
     noise = gumbel_noise([99], [5], PART + 3, CPU)
-    got = logit_stats(torch.zeros(1, PART + 3), [], [99], [5])
+    got = logit_stats(torch.zeros(1, PART + 3), [], noise_keys([99], [5], CPU))
     assert got.ids.tolist() == noise.topk(2).indices.tolist()
     torch.testing.assert_close(got.probabilities, noise.softmax(-1).topk(2).values, rtol=1e-5, atol=0)
 
@@ -176,10 +179,10 @@ def test_any_row(data: st.DataObject) -> None:
         (torch.zeros(4, 3).t(), {}, "contiguous"),
         (torch.zeros(1, 3), {"excluded": [0, 2]}, "two tokens"),
         (torch.zeros(1, 3), {"excluded": [3]}, "from 0 to 2"),
-        (torch.zeros(1, 3), {"seeds": [1]}, "as many as the rows"),
-        (torch.zeros(2, 3), {"seeds": [1], "positions": [1]}, "as many as the rows"),
+        (torch.zeros(1, 3), {"keys": torch.zeros(2, 2, dtype=torch.int64)}, "keys must be"),
+        (torch.zeros(2, 3), {"keys": torch.zeros(2, 2)}, "keys must be"),
     ],
 )
-def test_refuses(logits: Tensor, arguments: dict[str, list[int]], message: str) -> None:
+def test_refuses(logits: Tensor, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         logit_stats(logits, **arguments)
