@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .attention import AttentionBackend
+from .attention import AttentionBackend, Work, resolve_backend
 from .calibration import Fingerprint
+from .config import ForwardConfig
 from .dense_kv import KVCache
 from .errors import CheckpointError, UnsupportedError
 from .models.draft_adapter import adapter_rows
+from .paged_kv import head_size
 from .sampling import Predicted, Sampling, row_noise, sample_scores
 from .segments import Plan, Segment, pack
 
@@ -104,6 +106,18 @@ class ModelAdapter:
         self._layers = config.num_hidden_layers
         self._excluded = list(self._drafter.excluded_token_ids) if self._drafter else []
 
+    @classmethod
+    def of(cls, model: PreTrainedModel, options: ForwardConfig | None = None) -> ModelAdapter:
+        """
+        The adapter of a model whose forwards are run as `options` say.
+
+        Raises:
+            UnsupportedError, MissingDependencyError: the attention backend cannot be used with this model on its device.
+        """
+        options = ForwardConfig() if options is None else options
+        work = Work(device_of(model), model.dtype, frozenset({head_size(model.config)}))
+        return cls(model, resolve_backend(options.attention_backend, work))
+
     @property
     def excluded_token_ids(self) -> list[int]:
         """Tokens that are never predicted, such as MASK."""
@@ -131,10 +145,7 @@ class ModelAdapter:
 
     @property
     def device(self) -> torch.device:
-        embeddings = self.model.get_input_embeddings()
-        # An offloaded module's weight is on no device until its hook brings it to the one it runs on.
-        device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
-        return torch.device(device) if device is not None else embeddings.weight.device  # type: ignore[return-value]
+        return device_of(self.model)
 
     @property
     def drafter(self) -> Drafter:
@@ -268,6 +279,14 @@ class ModelAdapter:
             [(line[best + 1], line[best + 2]) for line in lines],
             [line[-1] for line in lines] if entropies else [],
         )
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its tokens."""
+    embeddings = model.get_input_embeddings()
+    # An offloaded module's weight is on no device until its hook brings it to the one it runs on.
+    device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
+    return torch.device(device) if device is not None else embeddings.weight.device  # type: ignore[return-value]
 
 
 def _ranked(line: list[float], best: int) -> list[int]:

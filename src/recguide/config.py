@@ -10,19 +10,43 @@ from .errors import ConfigError
 STRATEGIES = ("ar", "linear", "quadratic", "recguide", "auto")
 POLICIES = ("fixed", "concurrency_table", "aimd", "verification_guided")
 _POLICY_METHODS = ("max_block", "block_size", "observe", "observe_forward", "forget")
+ATTENTION_BACKENDS = ("auto", "torch_sdpa", "triton", "flashinfer")
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
-@dataclass(frozen=True)
-class RecGuideConfig:
+@dataclass(frozen=True, kw_only=True)
+class ForwardConfig:
     """
-    How a block is drafted and which branches ride along with its verification.
+    How forwards are run. None of this changes the output.
+
+    Args:
+        attention_backend (`str`, defaults to `"auto"`):
+            `"torch_sdpa"`, `"triton"`, `"flashinfer"`, or `"auto"`: by the model's device and dtype; the log says why. One that
+            cannot run there is an error, never replaced by another.
+    """
+
+    attention_backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        _choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The options of [`ForwardConfig`] that are not as by default."""
+        own = fields(ForwardConfig)
+        return {f.name: value for f in own if (value := getattr(self, f.name)) != f.default}
+
+
+@dataclass(frozen=True)
+class RecGuideConfig(ForwardConfig):
+    """
+    How a block is drafted and which branches ride along with its verification; and the options of [`ForwardConfig`], by keyword.
 
     Args:
         strategy (`str`, defaults to `"recguide"`):
             `"ar"` (plain decoding: blocks of 1), `"linear"` (LinearSS: draft, then verify), `"quadratic"` (TiDAR's layout:
             a next draft for every place where acceptance may stop), `"recguide"` (the paper's overlap) or `"auto"` (block, verified
-            part and branches by one price, from the load, the drafts and measured costs; takes no other option but `tables`).
+            part and branches by one price, from the load, the drafts and measured costs; takes no other option of these but `tables`).
         block_size (`int`, defaults to 16):
             Tokens verified a round, the seed included, under the policy `"fixed"`. One of 1, 2, 4, 8, 16, 32, 64.
         policy (`str` or `BlockPolicy`, defaults to `"fixed"`):
@@ -56,6 +80,7 @@ class RecGuideConfig:
     tables: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _choice("strategy", self.strategy, STRATEGIES)
         _choice("block_size", self.block_size, BLOCK_SIZES)
         if isinstance(self.policy, str) or not all(hasattr(self.policy, name) for name in _POLICY_METHODS):
@@ -70,7 +95,7 @@ class RecGuideConfig:
         for name in ("continuation", "reuse", "exclude_eos_replacement"):
             _choice(name, getattr(self, name), (True, False))
         if self.strategy == "auto":
-            free = ("strategy", "tables")
+            free = ("strategy", "tables", *(f.name for f in fields(ForwardConfig)))
             if fixed := [f.name for f in fields(self) if f.name not in free and getattr(self, f.name) != f.default]:
                 raise ConfigError(f"strategy='auto' decides by itself; it takes no {', '.join(fixed)}, only tables.")
         if self.draft_threshold > 0 and self.strategy != "linear":

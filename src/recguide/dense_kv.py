@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,6 +13,25 @@ from torch import Tensor
 from .segments import Plan
 
 GROWTH = 256
+PAGE_SIZE = 16
+"""Of the pages that backends see, where it divides the capacity."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """
+    One layer's memory, as backends read and write it in place.
+
+    Args:
+        keys, values (`torch.Tensor`): `[N, G, D]`, views of N slots; D is contiguous.
+        tables (`torch.Tensor`): `int32[R, W]`, the pages of each batch row in order, with room for the forward's tokens.
+        page_size (`int`): tokens a page. Token i of row r lies in slot `tables[r, i // page_size] * page_size + i % page_size`.
+    """
+
+    keys: Tensor
+    values: Tensor
+    tables: Tensor
+    page_size: int
 
 
 class KVCache(Protocol):
@@ -24,6 +45,12 @@ class KVCache(Protocol):
     @property
     def lengths(self) -> tuple[int, ...]:
         """Cached tokens of each batch row."""
+
+    def pages(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> Pages:
+        """The layer's memory, with room for a forward's `keys`, `values` `[G, T, D]`, which are not stored."""
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> None:
+        """Store a forward's `keys`, `values` `[G, T, D]`."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """Store a forward's `keys`, `values` `[G, T, D]`; returns all keys and values to attend to, `[R, G, K, D]`."""
@@ -47,6 +74,12 @@ class Forgetful:
     def lengths(self) -> tuple[int, ...]:
         return self._kv.lengths
 
+    def pages(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> Pages:
+        return self._kv.pages(layer, keys, values, plan)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> None:
+        self._kv.store(layer, keys, values, plan)
+
     def write(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         return self._kv.write(layer, keys, values, plan)
 
@@ -69,13 +102,28 @@ class DenseKV:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._slots: tuple[Plan, Tensor, Tensor] | None = None
+        self._tables: dict[tuple[torch.device, int, int], Tensor] = {}
 
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(self._lengths)
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        end = max(p + plan.tokens_of(r) for r, p in enumerate(plan.prefix))
+    def pages(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> Pages:
+        self._make_room(layer, _end(plan), keys, values)
+        memory = self._keys[layer], self._values[layer]
+        rows, heads, capacity, size = memory[0].shape
+        page_size = math.gcd(capacity, PAGE_SIZE)
+        # A row's heads lie one behind the other, so a row's pages follow each other, and its heads are a stretch apart.
+        if (keys.device, heads, capacity) not in self._tables:
+            first = torch.arange(rows)[:, None] * (heads * capacity // page_size)
+            tables = (first + torch.arange(capacity // page_size)).to(torch.int32)
+            self._tables[keys.device, heads, capacity] = tables.to(keys.device)
+        slots = (rows * heads - heads + 1) * capacity
+        flat = [stored.as_strided((slots, heads, size), (size, capacity * size, 1)) for stored in memory]
+        return Pages(flat[0], flat[1], self._tables[keys.device, heads, capacity], page_size)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> None:
+        end = _end(plan)
         self._make_room(layer, end, keys, values)
         stored_keys, stored_values = self._keys[layer], self._values[layer]
         if len(self._lengths) == 1:
@@ -85,7 +133,11 @@ class DenseKV:
             row, slot = self._places(plan, keys.device)
             stored_keys[row, :, slot] = keys.transpose(0, 1).to(stored_keys.dtype)
             stored_values[row, :, slot] = values.transpose(0, 1).to(stored_values.dtype)
-        return stored_keys[:, :, :end], stored_values[:, :, :end]
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        self.store(layer, keys, values, plan)
+        end = _end(plan)
+        return self._keys[layer][:, :, :end], self._values[layer][:, :, :end]
 
     def commit(self, row: int, tokens: int) -> None:
         self._lengths[row] += tokens
@@ -121,5 +173,11 @@ class DenseKV:
                 stored.append(like.new_zeros((len(self._lengths), like.shape[0], self._capacity, like.shape[2])))
             elif (missing := end - stored[layer].shape[2]) > 0:
                 rows, heads, _, size = stored[layer].shape
-                more = stored[layer].new_zeros((rows, heads, missing + GROWTH, size))
+                missing += GROWTH - end % PAGE_SIZE
+                more = stored[layer].new_zeros((rows, heads, missing, size))
                 stored[layer] = torch.cat((stored[layer], more), dim=2)
+
+
+def _end(plan: Plan) -> int:
+    """Tokens of the longest row, prefix and forward together."""
+    return max(prefix + plan.tokens_of(row) for row, prefix in enumerate(plan.prefix))

@@ -11,7 +11,6 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import LogitsProcessorList
 
 from .adapter import ModelAdapter
-from .attention import resolve_backend
 from .config import RecGuideConfig
 from .dense_kv import DenseKV
 from .errors import ConfigError, InputError
@@ -41,6 +40,8 @@ class Extras:
     output_logprobs: bool = False
     output_records: bool = False
     streamer: Any = None
+    adapter: ModelAdapter | None = None
+    """An engine's; a call of its own makes one by its options."""
     policies: Policies | None = None
     """An engine's, shared by its requests; a call of its own takes those that the last one has left."""
 
@@ -81,6 +82,7 @@ class Call:
 
     Args:
         batch (`list[Request]`): one for each output row.
+        config (`RecGuideConfig`): its options.
         adapter (`ModelAdapter`): of its model.
         extras (`Extras`): its arguments that transformers does not know.
         columns (`Columns`), recorder (`ScoreRecorder`): what becomes of committed tokens.
@@ -91,6 +93,7 @@ class Call:
     """
 
     batch: list[Request]
+    config: RecGuideConfig
     adapter: ModelAdapter
     extras: Extras
     columns: Columns
@@ -128,7 +131,7 @@ def prepare(
     padding = [width - len(prompt) for prompt in prompts]
     pads = [input_ids[row, :columns] for row, columns in enumerate(padding)]
     refuse_model_inputs(model_kwargs, padding, width)
-    adapter = ModelAdapter(model, resolve_backend())
+    adapter = extras.adapter or ModelAdapter.of(model, config)
     keep = bool(generation_config.return_dict_in_generate)
     recorder = ScoreRecorder(
         len(prompts),
@@ -173,6 +176,7 @@ def prepare(
     )
     return Call(
         batch=batch,
+        config=config,
         adapter=adapter,
         extras=extras,
         columns=columns,

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import LogitsProcessorList, StopStringCriteria
 
+from .adapter import ModelAdapter
 from .config import STRATEGIES, RecGuideConfig
 from .errors import ConfigError, InputError, UnsupportedError
 from .hf_call import Call, Extras, decode, prepare
@@ -274,21 +275,22 @@ def _take_over(
     )
 
 
-def prepared_call(model: Any, inputs: Tensor, policies: Policies, **arguments: Any) -> Call:
+def prepared_call(adapter: ModelAdapter, inputs: Tensor, policies: Policies, **arguments: Any) -> Call:
     """
     What `generate(inputs, **arguments)` would decode, by the same checks and rules, not yet decoded: the engine's way in.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]): the model.
+        adapter (`ModelAdapter`): the engine's, of its model.
         inputs (`torch.LongTensor` of shape `(batch, length)`): the prompt.
         policies (`Policies`): the engine's.
         arguments: of [`generate_with_strategy`], a strategy among them.
     """
     calls: list[Call] = []
+    model: Any = adapter.model
 
     def until_prepared(*args: Any, custom_generate: Any, **kwargs: Any) -> None:
         given = custom_generate.keywords
-        ours = {"finish": calls.append, "extras": replace(given["extras"], policies=policies)}
+        ours = {"finish": calls.append, "extras": replace(given["extras"], adapter=adapter, policies=policies)}
         run = functools.partial(_take_over, **(given | ours))
         plain = getattr(type(model), _PLAIN, None) or type(model).generate
         plain(model, *args, custom_generate=run, **kwargs)

@@ -11,7 +11,7 @@ from .attention import installed
 from .branching import branching_rule
 from .calibration import CostProfile, ProgressTable
 from .config import RecGuideConfig
-from .dense_kv import DenseKV
+from .dense_kv import PAGE_SIZE, DenseKV
 from .errors import InputError, UnsupportedError
 from .hooks import Hook, Hooks
 from .policy import Auto, AutoBranches, FixedBlock, Policies, Tables
@@ -138,7 +138,8 @@ def generate(
 
 def _capacity(requests: Sequence[Request]) -> int:
     """Room for each prompt, a bounded guess of its output, and one round; the cache grows beyond it."""
-    return max(len(r.tokens) + min(r.max_new_tokens, 1024) + r.method.most_tokens for r in requests)
+    longest = max(len(r.tokens) + min(r.max_new_tokens, 1024) + r.method.most_tokens for r in requests)
+    return -(-longest // PAGE_SIZE) * PAGE_SIZE
 
 
 def _tell_ends(requests: Sequence[Request], hooks: Hook) -> None:

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from .dense_kv import Pages
 from .errors import ConfigError
 from .segments import Plan
+
+CPU = torch.device("cpu")
 
 
 class PagePool:
@@ -69,8 +72,7 @@ class PagePool:
         """
         text = config.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        token = 2 * text.num_hidden_layers * heads * size * dtype.itemsize
+        token = 2 * text.num_hidden_layers * heads * head_size(text) * dtype.itemsize
         num_pages = (budget // token - 1) // max(page_size, 1)
         if num_pages < 1:
             raise ConfigError(
@@ -197,6 +199,13 @@ class PagePool:
         return self._layers[layer]
 
 
+def head_size(config: PreTrainedConfig) -> int:
+    """D of a model's attention."""
+    text = config.get_text_config()
+    size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return size
+
+
 def _memory(slots: int, like: Tensor) -> Tensor:
     """Not cleared, which would take long and touch every page, but for the last slot, which padded reads go to."""
     memory = torch.empty((slots, like.shape[0], like.shape[2]), dtype=like.dtype, device=like.device)
@@ -266,17 +275,31 @@ class PagedBatch:
         assert len({id(table) for table in tables}) == len(tables), "two rows have the same table"
         self._pool, self._tables = pool, tuple(tables)
         self._plan: Plan | None = None
+        self._pages: dict[torch.device, Tensor] = {}
         self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(table.length for table in self._tables)
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        reads, writes = self._slots_of(plan, keys.device)
-        gathered = []
+    def pages(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> Pages:
+        self._prepare(plan)
+        if keys.device not in self._pages:
+            self._pages[keys.device] = self._pages[CPU].to(keys.device)
+        stored_keys, stored_values = self._pool._layer(layer, keys, values)
+        return Pages(stored_keys, stored_values, self._pages[keys.device], self._pool.page_size)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> None:
+        self._prepare(plan)
+        _, writes = self._slots_of(plan, keys.device)
         for stored, new in zip(self._pool._layer(layer, keys, values), (keys, values), strict=True):
             stored.index_copy_(0, writes, new.transpose(0, 1).to(stored.dtype))
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        self.store(layer, keys, values, plan)
+        reads, _ = self._slots_of(plan, keys.device)
+        gathered = []
+        for stored in self._pool._layer(layer, keys, values):
             # Of the ways to gather rows, the fastest on a CPU by far.
             read = stored.index_select(0, reads.flatten()).view(*reads.shape, *stored.shape[1:])
             gathered.append(read.transpose(1, 2))
@@ -288,30 +311,42 @@ class PagedBatch:
         assert tokens == 0 or table.length + tokens <= written, "more is committed than was written"
         table.commit(tokens)
 
-    def _slots_of(self, plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Slots to read, `int64[R, K]`, and to write, `int64[T]`; made once a forward, and moved once to each device."""
-        if self._plan is not plan:
-            self._plan, self._slots = plan, {torch.device("cpu"): self._make_slots(plan)}
-        if device not in self._slots:
-            reads, writes = self._slots[torch.device("cpu")]
-            self._slots[device] = reads.to(device), writes.to(device)
-        return self._slots[device]
-
-    def _make_slots(self, plan: Plan) -> tuple[Tensor, Tensor]:
+    def _prepare(self, plan: Plan) -> None:
+        """Make the tables of a new plan, `int32[R, W]`, and see that all that it writes is reserved and not shared."""
+        if self._plan is plan:
+            return
         pool, size = self._pool, self._pool.page_size
-        totals = [prefix + plan.tokens_of(row) for row, prefix in enumerate(plan.prefix)]
-        for table, prefix, total in zip(self._tables, plan.prefix, totals, strict=True):
+        width = 1
+        for table, prefix, total in zip(self._tables, plan.prefix, _totals(plan), strict=True):
             assert table.length == prefix, "the plan was made for another state of the cache"
             assert total <= len(table.pages) * size, f"no room was reserved: {total} tokens, {len(table.pages)} pages"
             for page in table.pages[prefix // size : pool.pages_for(total)]:
                 alone = pool._holders[page] == 1 and pool._digests[page] is None
                 assert alone, f"page {page} is shared and must not be written"
-        place = torch.arange(max(totals))
-        width = pool.pages_for(max(totals))
+            width = max(width, pool.pages_for(total))
         padded = [table.pages[:width] + [0] * (width - len(table.pages)) for table in self._tables]
-        pages = torch.tensor(padded, dtype=torch.int64)
-        slots = pages[:, place // size] * size + place % size
+        self._plan, self._pages, self._slots = plan, {CPU: torch.tensor(padded, dtype=torch.int32)}, {}
+
+    def _slots_of(self, plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Slots to read, `int64[R, K]`, and to write, `int64[T]`; made once a forward, and moved once to each device."""
+        if CPU not in self._slots:
+            self._slots[CPU] = self._make_slots(plan)
+        if device not in self._slots:
+            reads, writes = self._slots[CPU]
+            self._slots[device] = reads.to(device), writes.to(device)
+        return self._slots[device]
+
+    def _make_slots(self, plan: Plan) -> tuple[Tensor, Tensor]:
+        pool, size = self._pool, self._pool.page_size
+        totals = _totals(plan)
+        place = torch.arange(max(totals))
+        slots = self._pages[CPU].long()[:, place // size] * size + place % size
         prefixes, ends = torch.tensor([plan.prefix, totals])[:, :, None]
         # Behind a row's tokens the slot that is always zero is read: a page's leftovers may be another request's NaN.
         reads = slots.where(place < ends, pool.num_pages * size)
         return reads, slots[(place >= prefixes) & (place < ends)]
+
+
+def _totals(plan: Plan) -> list[int]:
+    """Tokens of each row, prefix and forward together."""
+    return [prefix + plan.tokens_of(row) for row, prefix in enumerate(plan.prefix)]

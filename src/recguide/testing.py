@@ -87,7 +87,7 @@ class ScriptedDrafts(ModelAdapter):
         margin: Callable[[int], float] = lambda position: 1.0,
         alternative: Callable[[int], int] | None = None,
     ) -> None:
-        super().__init__(model, resolve_backend())
+        super().__init__(model, resolve_backend("torch_sdpa"))
         self._guess, self._margin, self._alternative = guess, margin, alternative
 
     def forward(

@@ -18,7 +18,6 @@ from rich.table import Table
 
 from .. import pictures
 from ..adapter import ModelAdapter
-from ..attention import resolve_backend
 from ..calibration import BLOCK_SIZES, CostProfile, ForwardCost, ProgressTable, RoundCost
 from ..errors import InputError
 from ..fitting import fit_progress
@@ -172,7 +171,7 @@ def _setup(
     loaded, tokenizer = load(model, dtype, device)
     if threads:
         torch.set_num_threads(threads)
-    adapter = ModelAdapter(loaded, resolve_backend())
+    adapter = ModelAdapter.of(loaded)
     return adapter, tokenizer, tables_directory(adapter, str(tables) if tables else None)
 
 

@@ -9,8 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from ..attention import BACKENDS, resolve_backend
-from ..errors import RecGuideError
+from ..attention import BACKENDS, Work, backend_problem, choose_backend
 
 PACKAGES = (
     "recguide",
@@ -35,12 +34,12 @@ def diagnose() -> Iterator[tuple[str, str]]:
             yield package, "not installed"
     yield "devices", ", ".join(_devices())
     yield "threads", f"{torch.get_num_threads()}, OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY', 'not set')}"
-    for name in BACKENDS:
-        try:
-            resolve_backend(name)
-            yield f"backend {name}", "usable"
-        except (RecGuideError, ImportError) as error:
-            yield f"backend {name}", f"not usable: {error}"
+    for device in [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]:
+        for name in BACKENDS:
+            problem = backend_problem(name, Work(device))
+            yield f"backend {name}, {device}", "usable" if problem is None else f"not usable: {problem}"
+        choice = choose_backend(Work(device))
+        yield f"backend auto, {device}", f"{choice.name}: {choice.reason}"
 
 
 def _devices() -> Iterator[str]:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ..adapter import ModelAdapter
-from ..attention import resolve_backend
 from ..calibration import CostProfile
 from ..config import POLICIES as NAMED_POLICIES
 from ..config import RecGuideConfig
@@ -211,7 +210,7 @@ class _Arena:
         if policies & {"verification_guided", "oracle"}:
             # Read now, so that a missing table does not end the benchmark half way.
             guided = RecGuideConfig(policy="verification_guided")
-            self._costs = read_tables(ModelAdapter(model, resolve_backend()), guided)[1]
+            self._costs = read_tables(ModelAdapter.of(model), guided)[1]
         for prompt in dict.fromkeys(prompts):
             self._outputs[prompt] = self._alone(prompt)
             advance()

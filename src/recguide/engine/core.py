@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 
 from ..adapter import ModelAdapter
-from ..attention import resolve_backend
+from ..config import ForwardConfig
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..hf_processors import own_copy
 from ..hf_strategy import STRATEGY, checked_hooks, prepared_call
@@ -44,9 +44,9 @@ _NOT_HERE = {
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(ForwardConfig):
     """
-    How much an engine holds, and who runs when.
+    How much an engine holds, and who runs when; and the options of [`ForwardConfig`], by keyword, for all of its requests.
 
     Args:
         max_requests (`int`, defaults to 32): requests decoded at once; the others wait in the order of their coming.
@@ -67,6 +67,7 @@ class EngineConfig:
     max_wait: int = 8
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("max_requests", "kv_bytes", "page_size", "prefill_chunk", "max_wait"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -173,7 +174,7 @@ class Engine:
         pool = PagePool.for_budget(
             self.config.kv_bytes, self.config.page_size, model.config, model.dtype, self.config.prefix_sharing
         )
-        self._adapter = ModelAdapter(model, resolve_backend())
+        self._adapter = ModelAdapter.of(model, self.config)
         self._policies = SHELF.take(model)
         self._runner = Runner(
             self._adapter,
@@ -219,11 +220,14 @@ class Engine:
             options[name] = [own_copy(rule) for rule in options.get(name) or ()]
         ids = torch.tensor([self._checked(prompt_ids)], device=self._adapter.device)
         # Without a mask of ours, transformers would take pad tokens of the prompt for padding.
-        call = prepared_call(self.model, ids, self._policies, **({"attention_mask": torch.ones_like(ids)} | options))
+        call = prepared_call(self._adapter, ids, self._policies, **({"attention_mask": torch.ones_like(ids)} | options))
         if len(call.batch) > 1:
             raise UnsupportedError(
                 "The engine's request is one sequence; submit it again instead of num_return_sequences."
             )
+        if other := [name for name, value in call.config.changed.items() if value != getattr(self.config, name)]:
+            names = ", ".join(other)
+            raise UnsupportedError(f"The engine runs the forwards of all requests alike; give {names} to EngineConfig.")
         if call.keep:
             reason = _NOT_HERE["return_dict_in_generate"]
             raise UnsupportedError(f"The engine cannot honour return_dict_in_generate: {reason}")
