@@ -1,8 +1,12 @@
 """The reference backend against a softmax in double precision, packed plans against plain forwards of whole models."""
 
+import logging
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +24,11 @@ from transformers import (
 )
 
 from recguide.adapter import ModelAdapter
-from recguide.attention import BACKENDS, installed, resolve_backend
+from recguide.attention import BACKENDS, Work, installed, resolve_backend
 from recguide.attention.torch_sdpa import TorchSDPA
+from recguide.config import ATTENTION_BACKENDS
 from recguide.dense_kv import DenseKV
-from recguide.errors import ConfigError
+from recguide.errors import ConfigError, MissingDependencyError, UnsupportedError
 from recguide.models.draft_adapter import adapter_rows
 from recguide.segments import Segment, pack
 from recguide.testing import toy_model
@@ -141,7 +146,69 @@ def test_one_request_of_one_or_two_tokens(prefix: int, count: int) -> None:
 def test_an_unknown_backend_is_refused_with_the_list() -> None:
     with pytest.raises(ConfigError, match=r"'flash'.*torch_sdpa"):
         resolve_backend("flash")
-    assert [resolve_backend(name).name for name in BACKENDS] == list(BACKENDS)
+    assert ("auto", *BACKENDS) == ATTENTION_BACKENDS
+    assert resolve_backend("torch_sdpa").name == "torch_sdpa"
+
+
+def test_auto_is_torch_on_a_cpu_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "recguide"):
+        assert resolve_backend().name == "torch_sdpa"
+    assert [(r.levelname, r.message) for r in caplog.records] == [
+        ("INFO", "Attention backend torch_sdpa: it is the one for cpu.")
+    ]
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], Work]:
+    """Says that there is a CUDA device of some capability."""
+
+    def pretend(capability: tuple[int, int]) -> Work:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+        return Work(torch.device("cuda", 0), torch.bfloat16, frozenset({128}))
+
+    return pretend
+
+
+def test_auto_is_triton_on_a_cuda_device(a_gpu: Callable[[tuple[int, int]], Work]) -> None:
+    pytest.importorskip("triton")
+    assert resolve_backend("auto", a_gpu((9, 0))).name == "triton"
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "reason"),
+    [
+        ((7, 5), {}, "capability 8.0 or later, and Some GPU has 7.5"),
+        ((9, 0), {"dtype": torch.float64}, "float32, float16, bfloat16, and the model in float64"),
+        ((9, 0), {"head_dims": frozenset({64, 100})}, "a multiple of 8 up to 256, and the model's is 100"),
+    ],
+)
+def test_auto_says_what_keeps_triton_from_running(
+    capability: tuple[int, int],
+    changes: dict[str, Any],
+    reason: str,
+    a_gpu: Callable[[tuple[int, int]], Work],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pytest.importorskip("triton")
+    work = replace(a_gpu(capability), **changes)
+    assert resolve_backend("auto", work).name == "torch_sdpa"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert reason in caplog.text
+    with pytest.raises(UnsupportedError, match=re.escape(reason)):
+        resolve_backend("triton", work)
+
+
+def test_a_backend_that_cannot_run_here_is_refused_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recguide.kernel_support.find_spec", lambda name: object())
+    for name in ("triton", "flashinfer"):
+        with pytest.raises(UnsupportedError, match=f"{name}.*needs a CUDA device.*is cpu.*use torch_sdpa"):
+            resolve_backend(name)
+    monkeypatch.setattr("recguide.kernel_support.find_spec", lambda name: None)
+    for name, extra in (("triton", "kernels"), ("flashinfer", "flashinfer")):
+        with pytest.raises(MissingDependencyError, match=rf'pip install "recguide\[{extra}\]"'):
+            resolve_backend(name)
 
 
 # --- whole models --------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recguide import ConfigError, RecGuideConfig, RecGuideError
-from recguide.config import BLOCK_SIZES, STRATEGIES
+from recguide.config import ATTENTION_BACKENDS, BLOCK_SIZES, STRATEGIES
 from recguide.hf_strategy import resolve_config
 
 
@@ -25,7 +25,16 @@ def test_defaults() -> None:
         "draft_threshold": 0.0,
         "policy": "fixed",
         "tables": None,
+        "attention_backend": "auto",
+        "compile": False,
+        "cuda_graphs": False,
     }
+
+
+def test_how_forwards_are_run_may_be_chosen_under_auto_too() -> None:
+    config = RecGuideConfig(strategy="auto", attention_backend="torch_sdpa")
+    assert config.changed == {"attention_backend": "torch_sdpa"}
+    assert RecGuideConfig().changed == {}
 
 
 def test_a_config_is_frozen_and_compares_by_value() -> None:
@@ -56,6 +65,9 @@ def test_values_that_are_allowed(options: dict[str, Any]) -> None:
     ("options", "words"),
     [
         ({"strategy": "medusa"}, ["medusa", *STRATEGIES]),
+        ({"attention_backend": "flash"}, ["attention_backend", "'flash'", *ATTENTION_BACKENDS]),
+        ({"compile": "max-autotune"}, ["compile", "True, False", "'max-autotune'"]),
+        ({"cuda_graphs": 1}, ["cuda_graphs", "True, False", "got 1"]),
         ({"block_size": 0}, ["block_size", "got 0", *map(str, BLOCK_SIZES)]),
         ({"block_size": 12}, ["block_size", "got 12", "8, 16"]),
         ({"block_size": 4096}, ["block_size", "4096"]),

@@ -25,6 +25,11 @@ def write(kv: DenseKV, counts: list[int], layers: int = 2) -> list[tuple[Tensor,
             behind = slice(kv.lengths[r], kv.lengths[r] + counts[r])
             torch.testing.assert_close(all_keys[r, :, behind], keys[:, start : start + counts[r]], rtol=0, atol=0)
             torch.testing.assert_close(all_values[r, :, behind], values[:, start : start + counts[r]], rtol=0, atol=0)
+        pages = kv.pages(layer, keys, values, plan)
+        place = torch.arange(end)
+        slots = pages.tables[:, place // pages.page_size] * pages.page_size + place % pages.page_size
+        assert torch.equal(pages.keys[slots].transpose(1, 2), all_keys)
+        assert torch.equal(pages.values[slots].transpose(1, 2), all_values)
         written.append((keys, values))
     return written
 

@@ -55,7 +55,16 @@ def write(kv: PagedBatch | DenseKV, new: Sequence[Tensor]) -> list[tuple[Tensor,
     """Write `new[r]`, `[2, LAYERS, G, n, D]`, behind each row's prefix; returns what each layer gets to attend to."""
     plan = plan_for(kv.lengths, [part.shape[3] for part in new])
     keys, values = torch.cat(list(new), dim=3)
-    return [kv.write(layer, keys[layer], values[layer], plan) for layer in range(LAYERS)]
+    written = [kv.write(layer, keys[layer], values[layer], plan) for layer in range(LAYERS)]
+    ends = [prefix + plan.tokens_of(row) for row, prefix in enumerate(plan.prefix)]
+    for layer, (all_keys, all_values) in enumerate(written):
+        pages = kv.pages(layer, keys[layer], values[layer], plan)
+        for row, end in enumerate(ends):
+            place = torch.arange(end)
+            slots = pages.tables[row, place // pages.page_size] * pages.page_size + place % pages.page_size
+            assert_equal(pages.keys[slots].transpose(0, 1), all_keys[row, :, :end])
+            assert_equal(pages.values[slots].transpose(0, 1), all_values[row, :, :end])
+    return written
 
 
 def assert_equal(got: Tensor, expected: Tensor) -> None:

@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 import recguide.sampling
 from recguide import ConfigError, InputError, NemotronLabsDiffusionModel, RecGuideOutput
-from recguide.sampling import Predicted, Sampling, gumbel_noise, philox4x32, row_noise, row_seed, sample_scores
+from recguide.sampling import Predicted, Sampling, gumbel_noise, philox4x32, processed_scores, row_noise, row_seed
 from recguide.testing import MASK, ScriptedDrafts, toy_model
 
 CPU = torch.device("cpu")
@@ -60,7 +60,8 @@ def sample(model: NemotronLabsDiffusionModel, ids: Tensor, strategy: str, seed: 
 
 
 def scored(logits: Tensor, predicted: list[Predicted]) -> Tensor:
-    return sample_scores(logits, predicted, row_noise(logits, predicted))
+    scores, noise = processed_scores(logits, predicted), row_noise(logits, predicted)
+    return scores if noise is None else scores + noise
 
 
 # --- the generator -------------------------------------------------------------------------------------------------

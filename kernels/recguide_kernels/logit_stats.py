@@ -1,7 +1,7 @@
-"""One pass over `[T, V]` logits: the two likeliest tokens, their probabilities, the entropy, and keyed noise made in registers.
+"""One pass over `[T, V]` logits: the likeliest tokens, the probabilities of two, the entropy, and keyed noise made in registers.
 
 The vocabulary is cut into fixed parts, so that few rows fill a device too and the bits of a row do not depend on its neighbours.
-One program reads one part of one row and reduces it to its `_STATE` numbers; a second kernel joins the parts of each row.
+One program reads one part of one row and reduces it to its best tokens and a few sums; a second kernel joins the parts of each row.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NUM_WARPS = 8
 NO_NOISE = -1
 """In place of a row's position: this row is greedy."""
 
-_STATE = tl.constexpr(7)
-"""Float fields of a part: best two scores, maximum and sum of the scores' softmax, maximum, sum and energy of the logits' softmax."""
+_SUMS = tl.constexpr(5)
+"""Float fields of a part behind its best scores: maximum and sum of the scores' softmax, maximum, sum and energy of the logits' one."""
 _LOWEST = tl.constexpr(-1e30)
 """A logarithm of 0 that may be multiplied by 0."""
 _NO_TOKEN = tl.constexpr(2**31 - 1)
@@ -45,7 +45,7 @@ def noise_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.dev
     return torch.tensor([signed, list(positions)], dtype=torch.int64).t().contiguous().to(device)
 
 
-def logit_stats(logits: Tensor, excluded: Sequence[int] = (), keys: Tensor | None = None) -> LogitStats:
+def logit_stats(logits: Tensor, excluded: Sequence[int] = (), keys: Tensor | None = None, top: int = 2) -> LogitStats:
     """
     [`reference.logit_stats`] on the device, with the noise of (seed, position) that `recguide.sampling.gumbel_noise` draws.
 
@@ -53,12 +53,13 @@ def logit_stats(logits: Tensor, excluded: Sequence[int] = (), keys: Tensor | Non
         logits (`torch.Tensor`): `[T, V]` of float32, bfloat16 or float16 with contiguous rows; see the reference for its values.
         excluded (`Sequence[int]`): tokens that are never predicted; at least two are left. They are compiled into the kernel.
         keys (`torch.Tensor`, *optional*): `int64[T, 2]` of [`noise_keys`]; `None` if all rows are greedy.
+        top (`int`, defaults to 2): how many of the likeliest tokens are wanted, at least 2. Each takes a look at the part in registers.
 
     Returns:
         `LogitStats`: float32.
 
     Raises:
-        ValueError: logits or keys of another layout, an excluded token that is none, or fewer than two tokens left.
+        ValueError: logits or keys of another layout, an excluded token that is none, or fewer than `top` tokens left.
     """
     if logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits must be [T, V] with contiguous rows; got {tuple(logits.shape)}, {logits.stride()}.")
@@ -66,15 +67,17 @@ def logit_stats(logits: Tensor, excluded: Sequence[int] = (), keys: Tensor | Non
     left_out = sorted(set(excluded))
     if left_out and not 0 <= left_out[0] <= left_out[-1] < vocabulary:
         raise ValueError(f"excluded tokens must be from 0 to {vocabulary - 1}; got {left_out}.")
-    if vocabulary - len(left_out) < 2:
-        raise ValueError(f"two tokens must be left to predict; {vocabulary} less {len(left_out)} excluded are not.")
+    if not 2 <= top <= vocabulary - len(left_out):
+        raise ValueError(
+            f"top must be from 2 to the tokens that are left, {vocabulary} less {len(left_out)} excluded; got {top}."
+        )
     if keys is not None and (keys.shape != (rows, 2) or keys.dtype != torch.int64 or not keys.is_contiguous()):
         raise ValueError(f"keys must be a contiguous int64[{rows}, 2]; got {keys.dtype} of {tuple(keys.shape)}.")
     device = logits.device
     parts = triton.cdiv(vocabulary, PART)
-    state = torch.empty((rows, parts, _STATE.value), dtype=torch.float32, device=device)
-    tokens = torch.empty((rows, parts, 2), dtype=torch.int32, device=device)
-    ids = torch.empty((rows, 2), dtype=torch.int64, device=device)
+    state = torch.empty((rows, parts, top + _SUMS.value), dtype=torch.float32, device=device)
+    tokens = torch.empty((rows, parts, top), dtype=torch.int32, device=device)
+    ids = torch.empty((rows, top), dtype=torch.int64, device=device)
     numbers = torch.empty((rows, 4), dtype=torch.float32, device=device)
     if rows:
         part_kernel[(rows, parts)](
@@ -87,9 +90,20 @@ def logit_stats(logits: Tensor, excluded: Sequence[int] = (), keys: Tensor | Non
             EXCLUDED=tuple(left_out),
             NOISE=keys is not None,
             PART=PART,
+            TOP=top,
             num_warps=NUM_WARPS,
         )
-        join_kernel[(rows,)](state, tokens, ids, numbers, parts, PARTS=triton.next_power_of_2(parts), num_warps=1)
+        join_kernel[(rows,)](
+            state,
+            tokens,
+            ids,
+            numbers,
+            parts,
+            PARTS=triton.next_power_of_2(parts),
+            TOP=top,
+            SLOTS=triton.next_power_of_2(top),
+            num_warps=1,
+        )
     return LogitStats(ids, numbers[:, :2], numbers[:, 2], numbers[:, 3])
 
 
@@ -150,6 +164,7 @@ def part_kernel(
     EXCLUDED: tl.constexpr,
     NOISE: tl.constexpr,
     PART: tl.constexpr,
+    TOP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -169,54 +184,57 @@ def part_kernel(
         scores = own
         score_m = m
         score_total = total
-    first, first_id = _first_of(scores, ids, allowed)
-    second, second_id = _first_of(scores, ids, allowed & (ids != first_id))
     cell = row * tl.num_programs(1) + part
-    tl.store(tokens + cell * 2, first_id)
-    tl.store(tokens + cell * 2 + 1, second_id)
-    out = state + cell * _STATE
-    tl.store(out, first)
-    tl.store(out + 1, second)
-    tl.store(out + 2, score_m)
-    tl.store(out + 3, score_total)
-    tl.store(out + 4, m)
-    tl.store(out + 5, total)
-    tl.store(out + 6, energy)
+    out = state + cell * (TOP + _SUMS)
+    left = allowed
+    for i in tl.static_range(TOP):
+        best, best_id = _first_of(scores, ids, left)
+        tl.store(tokens + cell * TOP + i, best_id)
+        tl.store(out + i, best)
+        left = left & (ids != best_id)
+    tl.store(out + TOP, score_m)
+    tl.store(out + TOP + 1, score_total)
+    tl.store(out + TOP + 2, m)
+    tl.store(out + TOP + 3, total)
+    tl.store(out + TOP + 4, energy)
 
 
 @triton.jit
-def join_kernel(state, tokens, ids, numbers, parts, PARTS: tl.constexpr):
+def join_kernel(state, tokens, ids, numbers, parts, PARTS: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     there = part < parts
-    cell = row * parts + part
-    fields = state + cell * _STATE
-    first = tl.load(fields, mask=there, other=float("-inf"))
-    second = tl.load(fields + 1, mask=there, other=float("-inf"))
-    first_id = tl.load(tokens + cell * 2, mask=there, other=_NO_TOKEN)
-    second_id = tl.load(tokens + cell * 2 + 1, mask=there, other=_NO_TOKEN)
-    best, best_id = _first_of(first, first_id, there)
-    # The next best is the winner's second or another part's first.
-    won = first_id == best_id
-    next_best, next_id = _first_of(tl.where(won, second, first), tl.where(won, second_id, first_id), there)
-
-    score_m = tl.load(fields + 2, mask=there, other=float("-inf"))
+    sums = state + (row * parts + part) * (TOP + _SUMS) + TOP
+    score_m = tl.load(sums, mask=there, other=float("-inf"))
     score_top = tl.max(score_m, 0)
-    score_total = tl.sum(tl.load(fields + 3, mask=there, other=0.0) * tl.exp(score_m - score_top), 0)
-    p1 = tl.exp(best - score_top) / score_total
-    p2 = tl.exp(next_best - score_top) / score_total
+    score_total = tl.sum(tl.load(sums + 1, mask=there, other=0.0) * tl.exp(score_m - score_top), 0)
 
-    m = tl.load(fields + 4, mask=there, other=float("-inf"))
+    # All that can be among the best of the row: the best of each part.
+    place = tl.arange(0, PARTS * SLOTS)
+    slot = place % SLOTS
+    of_part = row * parts + place // SLOTS
+    left = (place // SLOTS < parts) & (slot < TOP)
+    scores = tl.load(state + of_part * (TOP + _SUMS) + slot, mask=left, other=float("-inf"))
+    candidates = tl.load(tokens + of_part * TOP + slot, mask=left, other=_NO_TOKEN)
+    left = left & (candidates != _NO_TOKEN)
+    p1 = score_total
+    for i in tl.static_range(TOP):
+        best, best_id = _first_of(scores, candidates, left)
+        tl.store(ids + row * TOP + i, best_id.to(tl.int64))
+        left = left & (candidates != best_id)
+        if i < 2:
+            probability = tl.exp(best - score_top) / score_total
+            tl.store(numbers + row * 4 + i, probability)
+            if i == 0:
+                p1 = probability
+            else:
+                tl.store(numbers + row * 4 + 2, p1 - probability)
+
+    m = tl.load(sums + 2, mask=there, other=float("-inf"))
     top = tl.max(m, 0)
     shift = tl.maximum(m - top, _LOWEST)
     factor = tl.exp(shift)
-    sums = tl.load(fields + 5, mask=there, other=0.0)
-    total = tl.sum(sums * factor, 0)
-    energy = tl.sum((tl.load(fields + 6, mask=there, other=0.0) + sums * shift) * factor, 0)
-
-    tl.store(ids + row * 2, best_id.to(tl.int64))
-    tl.store(ids + row * 2 + 1, next_id.to(tl.int64))
-    tl.store(numbers + row * 4, p1)
-    tl.store(numbers + row * 4 + 1, p2)
-    tl.store(numbers + row * 4 + 2, p1 - p2)
+    part_sums = tl.load(sums + 3, mask=there, other=0.0)
+    total = tl.sum(part_sums * factor, 0)
+    energy = tl.sum((tl.load(sums + 4, mask=there, other=0.0) + part_sums * shift) * factor, 0)
     tl.store(numbers + row * 4 + 3, tl.log(total) - energy / total)

@@ -17,8 +17,8 @@ class LogitStats:
     What is known of each row's next token.
 
     Args:
-        ids (`torch.Tensor`): `int64[T, 2]`, the two tokens of the highest scores; among equals the lowest id is first.
-        probabilities (`torch.Tensor`): `[T, 2]`, of these two, by the softmax of the scores.
+        ids (`torch.Tensor`): `int64[T, K]`, the K tokens of the highest scores; among equals the lowest id is first.
+        probabilities (`torch.Tensor`): `[T, 2]`, of the first two, by the softmax of the scores.
         margins (`torch.Tensor`): `[T]`, the first probability less the second.
         entropies (`torch.Tensor`): `[T]`, of the softmax of the logits, without noise, in nats.
     """
@@ -76,15 +76,16 @@ def segment_attention(
     return out
 
 
-def logit_stats(logits: Tensor, excluded: Sequence[int] = (), noise: Tensor | None = None) -> LogitStats:
+def logit_stats(logits: Tensor, excluded: Sequence[int] = (), noise: Tensor | None = None, top: int = 2) -> LogitStats:
     """
-    The two likeliest tokens of each row, their probabilities, and the entropy.
+    The likeliest tokens of each row, the probabilities of two, and the entropy.
 
     Args:
         logits (`torch.Tensor`): `[T, V]`, may hold `-inf` but neither `inf` nor NaN; at least one token of a row that is not
             excluded is finite.
         excluded (`Sequence[int]`): tokens that are never predicted and take no part in any distribution; at least two are left.
         noise (`torch.Tensor`, *optional*): `[T, V]`. The scores are the logits plus this.
+        top (`int`, defaults to 2): K, at least 2.
 
     Returns:
         `LogitStats`: in the logits' dtype.
@@ -96,10 +97,10 @@ def logit_stats(logits: Tensor, excluded: Sequence[int] = (), noise: Tensor | No
     own = logits[:, tokens]
     scores = own if noise is None else own + noise[:, tokens].to(own.dtype)
     # A stable sort keeps equals in the order of their ids.
-    top = scores.sort(dim=-1, descending=True, stable=True).indices[:, :2]
-    probabilities = scores.softmax(-1).gather(1, top)
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top]
+    probabilities = scores.softmax(-1).gather(1, best[:, :2])
     return LogitStats(
-        ids=tokens[top],
+        ids=tokens[best],
         probabilities=probabilities,
         margins=probabilities[:, 0] - probabilities[:, 1],
         entropies=torch.special.entr(own.softmax(-1)).sum(-1),

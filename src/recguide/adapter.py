@@ -19,14 +19,11 @@ from .calibration import Fingerprint
 from .config import ForwardConfig
 from .dense_kv import KVCache
 from .errors import CheckpointError, UnsupportedError
-from .models.draft_adapter import adapter_rows
+from .forwards import Forwards, forwards_of
 from .paged_kv import head_size
-from .sampling import Predicted, Sampling, row_noise, sample_scores
+from .ranking import rank
+from .sampling import Predicted, Sampling
 from .segments import Plan, Segment, pack
-
-_NEVER = -1e30
-"""A logit of no probability that can still be multiplied by it."""
-_MASK_4D = torch.ones((1, 1, 1, 1), dtype=torch.bool)
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,8 @@ class Predictions:
     `best[i]` are the tokens of the highest scores in order, `probabilities[i]` the top two's, `entropies[i]` that of the model's
     own logits in nats, the last two only where they were asked for; excluded tokens take no part in any. Scores are the logits, or what
     the request's [`Sampling`] makes of them.
-    `logits` stay on the device: `float32[N, V]`, as the model gave them; so does the sampled requests' `noise`, `float32[N, V]`.
+    `logits` stay on the device: `float32[N, V]`, as the model gave them; so does the `noise`, `float32[N, V]`, of the sampled requests
+    whose tokens are chosen by position.
     """
 
     best: list[list[int]]
@@ -90,11 +88,19 @@ class ModelAdapter:
         backend (`AttentionBackend`): computes the segments.
         drafter (`Drafter`, *optional*): how it drafts; by default the family's. A family that cannot draft decodes with
             blocks of 1.
+        forwards (`Forwards`, *optional*): how they are run; by default as they are, with the backend.
     """
 
-    def __init__(self, model: PreTrainedModel, backend: AttentionBackend, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        backend: AttentionBackend,
+        drafter: Drafter | None = None,
+        forwards: Forwards | None = None,
+    ) -> None:
         self.model = model
         self.backend = backend
+        self.forwards = Forwards(model, backend) if forwards is None else forwards
         config = model.config.get_text_config()
         self._drafter, self._refusal = drafter, None
         if drafter is None and config.model_type in FAMILIES:
@@ -103,7 +109,6 @@ class ModelAdapter:
             except CheckpointError as error:
                 # Plain decoding needs no drafter, so only whoever asks for it hears of this.
                 self._refusal = error
-        self._layers = config.num_hidden_layers
         self._excluded = list(self._drafter.excluded_token_ids) if self._drafter else []
 
     @classmethod
@@ -115,8 +120,10 @@ class ModelAdapter:
             UnsupportedError, MissingDependencyError: the attention backend cannot be used with this model on its device.
         """
         options = ForwardConfig() if options is None else options
-        work = Work(device_of(model), model.dtype, frozenset({head_size(model.config)}))
-        return cls(model, resolve_backend(options.attention_backend, work))
+        device = device_of(model)
+        work = Work(device, model.dtype, frozenset({head_size(model.config)}))
+        backend = resolve_backend(options.attention_backend, work)
+        return cls(model, backend, forwards=forwards_of(model, backend, options, device))
 
     @property
     def excluded_token_ids(self) -> list[int]:
@@ -125,7 +132,7 @@ class ModelAdapter:
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """What tables measured with this model, its dtype, device and backend carry."""
+        """What tables measured with this model, its dtype, device, backend and way of running it carry."""
         ignored = ("transformers_version", "_name_or_path", "dtype", "architectures")
         config = {k: v for k, v in self.model.config.to_dict().items() if k not in ignored}
         digest = sha256(json.dumps(config, sort_keys=True, default=str).encode())
@@ -139,7 +146,7 @@ class ModelAdapter:
             model=digest.hexdigest()[:16],
             dtype=str(self.model.dtype).removeprefix("torch."),
             device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
-            backend=self.backend.name,
+            backend=self.forwards.name,
             adapter=any("draft_adapter" in name for name, _ in weights),
         )
 
@@ -208,35 +215,21 @@ class ModelAdapter:
         """
         begun = time.perf_counter()
         plan = pack(rows, kv.lengths, self.device)
-        attention = self.backend.plan(plan, kv, self.model.dtype)
+        run = self.forwards.prepare(plan, kv)
         start = time.perf_counter()
-        with torch.no_grad(), adapter_rows(plan.adapter):
-            logits = self.model(
-                input_ids=plan.input_ids[None],
-                position_ids=plan.position_ids[None],
-                # A mask of four dimensions is passed on as it is, so that the model builds none of its own.
-                attention_mask=_MASK_4D,
-                use_cache=False,
-                logits_to_keep=0 if plan.output_rows is None else plan.output_rows,
-                recguide_attention=attention,
-            ).logits[0]
+        logits = run()
         seconds = time.perf_counter() - start
-        if attention.layers_run != self._layers:
-            raise UnsupportedError(
-                f"{type(self.model).__name__} has {self._layers} layers, but {attention.layers_run} asked the attention backend: "
-                "the others have attention of their own, which sees neither the cache nor the plan."
-            )
         logits = logits.float()
         predicted = [
             Predicted(sampling, plan.outputs[row][0][0], self._predicted_positions(rows[row]))
             for row, sampling in enumerate(samplings)
             if sampling is not None and rows[row]
         ]
-        noise = row_noise(logits, predicted)
-        scores = sample_scores(logits, predicted, noise, self._excluded) if predicted else logits
-        on_host = self._on_host(logits, scores, best, entropies)
+        ranked = rank(logits, predicted, best, entropies, self._excluded)
         elapsed = time.perf_counter() - begun
-        return plan, Predictions(*on_host, logits=logits, noise=noise, seconds=seconds, elapsed=elapsed)
+        return plan, Predictions(
+            ranked.best, ranked.probabilities, ranked.entropies, logits, ranked.noise, seconds=seconds, elapsed=elapsed
+        )
 
     def _predicted_positions(self, segments: Sequence[Segment]) -> list[int]:
         """The absolute positions that the output rows of a request's segments are about."""
@@ -246,40 +239,6 @@ class ModelAdapter:
             for i in range(*slice(*segment.outputs).indices(len(segment.tokens)))
         ]
 
-    def _on_host(
-        self, logits: Tensor, scores: Tensor, best: int, entropies: bool
-    ) -> tuple[list[list[int]], list[tuple[float, float]], list[float]]:
-        """Each row's best tokens, the top two's probabilities, and the entropy; `logits` are as before after it."""
-        held = [logits[:, token].clone() for token in self._excluded]
-        for token in self._excluded:
-            logits[:, token] = scores[:, token] = _NEVER
-        # Among equal scores argmax takes the first, as plain generate does; topk takes any.
-        first = scores.argmax(-1, keepdim=True)
-        # One table for one transfer; a token id is exact in float32.
-        columns = [first.float()]
-        if best > 1 or entropies:
-            own = logits.softmax(-1)
-            shared = own if scores is logits else scores.softmax(-1)
-        if best > 1:
-            ids = scores.topk(best, dim=-1).indices
-            columns += [ids.float(), shared.gather(1, ids[:, :2])]
-        if entropies:
-            # The entropy is log Z - E[logit], and log Z = logit - log p at any token; the likeliest has no p of 0.
-            likeliest = first if scores is logits else logits.argmax(-1, keepdim=True)
-            log_z = logits.gather(1, likeliest) - own.gather(1, likeliest).log()
-            columns.append(log_z - torch.linalg.vecdot(own, logits)[:, None])
-        lines = torch.cat(columns, dim=1).tolist()
-        for token, logit in zip(self._excluded, held, strict=True):
-            # Whoever chooses tokens by other rules gets the model's own logits.
-            logits[:, token] = logit
-        if best == 1:
-            return [[int(line[0])] for line in lines], [], [line[-1] for line in lines] if entropies else []
-        return (
-            [_ranked(line, best) for line in lines],
-            [(line[best + 1], line[best + 2]) for line in lines],
-            [line[-1] for line in lines] if entropies else [],
-        )
-
 
 def device_of(model: PreTrainedModel) -> torch.device:
     """Where a model takes its tokens."""
@@ -287,10 +246,3 @@ def device_of(model: PreTrainedModel) -> torch.device:
     # An offloaded module's weight is on no device until its hook brings it to the one it runs on.
     device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
     return torch.device(device) if device is not None else embeddings.weight.device  # type: ignore[return-value]
-
-
-def _ranked(line: list[float], best: int) -> list[int]:
-    """The first of equals, and the others of the top."""
-    if line[1] == line[0]:
-        return [int(token) for token in line[1 : best + 1]]
-    return [int(line[0]), *[int(token) for token in line[1 : best + 1] if token != line[0]][: best - 1]]

@@ -23,12 +23,22 @@ class ForwardConfig:
         attention_backend (`str`, defaults to `"auto"`):
             `"torch_sdpa"`, `"triton"`, `"flashinfer"`, or `"auto"`: by the model's device and dtype; the log says why. One that
             cannot run there is an error, never replaced by another.
+        compile (`bool`, defaults to `False`):
+            Run the model's forward through `torch.compile`. Its first forwards take a minute or so, also those of a new process. On a
+            CPU it needs a C++ compiler.
+        cuda_graphs (`bool`, defaults to `False`):
+            Replay forwards of up to 512 tokens as CUDA graphs once their shape has come up three times. Needs a CUDA device and the
+            backend `"triton"`.
     """
 
     attention_backend: str = "auto"
+    compile: bool = False
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         _choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        _choice("compile", self.compile, (True, False))
+        _choice("cuda_graphs", self.cuda_graphs, (True, False))
 
     @property
     def changed(self) -> dict[str, Any]:

@@ -46,6 +46,13 @@ class KVCache(Protocol):
     def lengths(self) -> tuple[int, ...]:
         """Cached tokens of each batch row."""
 
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page of [`pages`]."""
+
+    def addresses(self, plan: Plan) -> tuple[int, ...]:
+        """Where the memory of each layer lies, once room is made for a forward; nothing for layers that have none yet."""
+
     def pages(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> Pages:
         """The layer's memory, with room for a forward's `keys`, `values` `[G, T, D]`, which are not stored."""
 
@@ -73,6 +80,13 @@ class Forgetful:
     @property
     def lengths(self) -> tuple[int, ...]:
         return self._kv.lengths
+
+    @property
+    def page_size(self) -> int:
+        return self._kv.page_size
+
+    def addresses(self, plan: Plan) -> tuple[int, ...]:
+        return self._kv.addresses(plan)
 
     def pages(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> Pages:
         return self._kv.pages(layer, keys, values, plan)
@@ -108,11 +122,20 @@ class DenseKV:
     def lengths(self) -> tuple[int, ...]:
         return tuple(self._lengths)
 
+    @property
+    def page_size(self) -> int:
+        return math.gcd(self._keys[0].shape[2] if self._keys else self._capacity, PAGE_SIZE)
+
+    def addresses(self, plan: Plan) -> tuple[int, ...]:
+        for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
+            self._make_room(layer, _end(plan), keys[0], values[0])
+        return tuple(stored.data_ptr() for stored in (*self._keys, *self._values))
+
     def pages(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> Pages:
         self._make_room(layer, _end(plan), keys, values)
         memory = self._keys[layer], self._values[layer]
         rows, heads, capacity, size = memory[0].shape
-        page_size = math.gcd(capacity, PAGE_SIZE)
+        page_size = self.page_size
         # A row's heads lie one behind the other, so a row's pages follow each other, and its heads are a stretch apart.
         if (keys.device, heads, capacity) not in self._tables:
             first = torch.arange(rows)[:, None] * (heads * capacity // page_size)

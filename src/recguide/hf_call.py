@@ -159,7 +159,7 @@ def prepare(
                 max_new_tokens=(stopping_criteria.max_length or generation_config.max_length) - width,
                 stop=RowRule(pads[row], eos, by_row, recorder),
                 method=method,
-                sampling=Sampling(seed, blind) if seed is not None or blind else None,
+                sampling=Sampling(seed, blind, by_position) if seed is not None or blind else None,
                 choose=token_choice(row, row // copies, pads[row], processors, adapter, recorder)
                 if by_position
                 else None,

@@ -282,6 +282,14 @@ class PagedBatch:
     def lengths(self) -> tuple[int, ...]:
         return tuple(table.length for table in self._tables)
 
+    @property
+    def page_size(self) -> int:
+        return self._pool.page_size
+
+    def addresses(self, plan: Plan) -> tuple[int, ...]:
+        self._prepare(plan)
+        return tuple(stored.data_ptr() for layer in self._pool._layers.values() for stored in layer)
+
     def pages(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> Pages:
         self._prepare(plan)
         if keys.device not in self._pages:

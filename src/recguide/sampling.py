@@ -30,10 +30,12 @@ class Sampling:
     Args:
         seed (`int`, *optional*): of its noise, 64 bits; `None` is greedy.
         processors (`tuple` of logits processors): those that do not look at the prefix, so that drafts can have them too.
+        by_position (`bool`): its tokens are chosen one by one on their true prefixes, by rules that need the noise itself.
     """
 
     seed: int | None = None
     processors: tuple[Processor, ...] = ()
+    by_position: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,21 +51,20 @@ class Predicted:
         return self.start + len(self.positions)
 
 
-def sample_scores(
-    logits: Tensor, predicted: Sequence[Predicted], noise: Tensor | None, excluded: Sequence[int] = ()
-) -> Tensor:
+def processed_scores(logits: Tensor, predicted: Sequence[Predicted], excluded: Sequence[int] = ()) -> Tensor:
     """
-    Scores whose argmax is each row's token.
+    What the rows' processors make of their logits.
 
     Args:
         logits (`float32[N, V]`): left as they are.
         predicted (`Sequence[Predicted]`): the rows that have rules; the others keep their logits.
-        noise (`float32[N, V]`, *optional*): of [`row_noise`].
         excluded (`Sequence[int]`): tokens that the processors must not count on, such as MASK.
 
     Returns:
-        `float32[N, V]`.
+        `float32[N, V]`; `logits` itself where no row has a processor.
     """
+    if not any(rows.sampling.processors for rows in predicted):
+        return logits
     scores = logits.clone()
     for rows in predicted:
         of_request = scores[rows.start : rows.end]
@@ -73,7 +74,7 @@ def sample_scores(
         for processor in rows.sampling.processors:
             of_request = processor(no_prefix, of_request)
         scores[rows.start : rows.end] = of_request
-    return scores if noise is None else scores.add_(noise)
+    return scores
 
 
 def row_noise(logits: Tensor, predicted: Sequence[Predicted]) -> Tensor | None:

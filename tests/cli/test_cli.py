@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,13 @@ def test_doctor_names_versions_and_backends() -> None:
     result = call("doctor")
     assert result.exit_code == 0
     assert "transformers" in result.output
-    assert "torch_sdpa" in result.output
+    states = " ".join(result.output.split())
+    assert "backend torch_sdpa, cpu usable" in states
+    assert "backend triton, cpu not usable: " in states
+    assert "backend flashinfer, cpu not usable: " in states
+    assert "backend auto, cpu torch_sdpa: it is the one for cpu" in states
+    if find_spec("flashinfer") is None:
+        assert 'pip install "recguide[flashinfer]"' in states
 
 
 FIELDS = {

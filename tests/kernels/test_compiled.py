@@ -135,11 +135,12 @@ def test_merge(capability: int, dtype: torch.dtype, size: int, tmp_path: Path) -
 
 @pytest.mark.parametrize("noise", [False, True])
 @pytest.mark.parametrize(
-    ("capability", "dtype"), [(80, torch.bfloat16), (90, torch.bfloat16), (90, torch.float32), (100, torch.bfloat16)]
+    ("capability", "dtype", "top"),
+    [(80, torch.bfloat16, 3), (90, torch.bfloat16, 2), (90, torch.float32, 3), (100, torch.bfloat16, 3)],
 )
-def test_logit_stats(capability: int, dtype: torch.dtype, noise: bool, tmp_path: Path) -> None:
+def test_logit_stats(capability: int, dtype: torch.dtype, noise: bool, top: int, tmp_path: Path) -> None:
     types = {"logits": f"*{TYPES[dtype]}", "state": "*fp32", "tokens": "*i32", "keys": "*i64"}
-    constants: dict[str, object] = {"EXCLUDED": (5, 131_000), "NOISE": noise, "PART": logit_stats.PART}
+    constants: dict[str, object] = {"EXCLUDED": (5, 131_000), "NOISE": noise, "PART": logit_stats.PART, "TOP": top}
     if not noise:
         constants["keys"] = None
     compiled(logit_stats.part_kernel, capability, tmp_path, types, constants, num_warps=logit_stats.NUM_WARPS)
@@ -148,7 +149,7 @@ def test_logit_stats(capability: int, dtype: torch.dtype, noise: bool, tmp_path:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_logit_stats_join(capability: int, tmp_path: Path) -> None:
     types = {"state": "*fp32", "tokens": "*i32", "ids": "*i64", "numbers": "*fp32"}
-    compiled(logit_stats.join_kernel, capability, tmp_path, types, {"PARTS": 32}, num_warps=1)
+    compiled(logit_stats.join_kernel, capability, tmp_path, types, {"PARTS": 32, "TOP": 3, "SLOTS": 4}, num_warps=1)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

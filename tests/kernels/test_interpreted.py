@@ -24,4 +24,10 @@ def test_kernels_interpreted(name: str) -> None:
 
 
 def test_every_kernel_is_interpreted() -> None:
-    assert FILES == ["test_kv_commit.py", "test_logit_stats.py", "test_segment_attention.py"]
+    assert FILES == [
+        "test_backend.py",
+        "test_graphs.py",
+        "test_kv_commit.py",
+        "test_logit_stats.py",
+        "test_segment_attention.py",
+    ]

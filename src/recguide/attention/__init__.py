@@ -11,7 +11,7 @@ import torch
 from ..config import ATTENTION_BACKENDS
 from ..errors import ConfigError, RecGuideError, UnsupportedError
 from ..kernel_support import flashinfer_problem, triton_problem
-from .base import AttentionBackend, PlannedAttention, installed
+from .base import CURRENT, AttentionBackend, PlannedAttention, installed, running
 
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -119,6 +119,7 @@ def resolve_backend(name: str = "auto", work: Work | None = None) -> AttentionBa
 
 __all__ = [
     "BACKENDS",
+    "CURRENT",
     "AttentionBackend",
     "BackendChoice",
     "PlannedAttention",
@@ -127,4 +128,5 @@ __all__ = [
     "choose_backend",
     "installed",
     "resolve_backend",
+    "running",
 ]

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from contextvars import ContextVar
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from ..segments import Plan
 PREFIX = "recguide:"
 HARMLESS = {"dropout", "position_ids", "is_causal", "use_cache", "cache", "output_attentions", "output_hidden_states"}
 """What layers pass to their attention and segments may leave aside: inference has no dropout, and the plan has the rest."""
+CURRENT = "current"
+"""As the plan of a compiled forward: the one that runs now. The forward is the same program then whatever is planned."""
+_current: ContextVar[PlannedAttention] = ContextVar("recguide_planned_attention")
 _lock = threading.Lock()
 _users: dict[int, int] = {}
 
@@ -59,6 +63,53 @@ class AttentionBackend(Protocol):
         """Prepare a forward in `dtype`: masks, work items, indices; everything that does not depend on the layer."""
 
 
+class StaticAttention(PlannedAttention, Protocol):
+    """A planned forward whose tensors keep their addresses, so that it can be captured and run again with another plan."""
+
+    def load(self, padded: Plan, plan: Plan, kv: KVCache) -> None:
+        """Take over another forward of the same bounds."""
+
+
+@runtime_checkable
+class StaticBackend(AttentionBackend, Protocol):
+    """A backend whose forwards can be captured."""
+
+    def bounds(self, plan: Plan, page_size: int, group: int, dtype: torch.dtype) -> Hashable:
+        """
+        What is fixed when a forward is captured, besides its own shapes.
+
+        Args:
+            plan (`Plan`): with its padding; only its counts are looked at.
+            page_size (`int`): of the cache.
+            group (`int`): query heads of a key/value head.
+            dtype (`torch.dtype`): of the model.
+        """
+
+    def static(self, padded: Plan, plan: Plan, kv: KVCache, dtype: torch.dtype, bounds: Any) -> StaticAttention:
+        """Prepare a forward to be captured: `padded` is `plan` with tokens and rows behind it that are nobody's."""
+
+
+@contextmanager
+def running(attention: PlannedAttention) -> Iterator[None]:
+    """Inside, layers that are called with [`CURRENT`] attend as `attention` has planned."""
+    token = _current.set(attention)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@torch.library.custom_op("recguide::run_current", mutates_args=())
+def _run_current(query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float) -> Tensor:
+    """[`PlannedAttention.run`] as one operation, into which no compiler looks."""
+    return _current.get().run(layer, query, keys, values, scaling).contiguous()
+
+
+@_run_current.register_fake
+def _(query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float) -> Tensor:
+    return query.new_empty((query.shape[1], query.shape[0], query.shape[2]))
+
+
 def _attend(own: Callable[..., Any] | None) -> Callable[..., Any]:
     """The function that a layer calls: the planned attention if the forward carries one, else the model's own."""
 
@@ -69,7 +120,7 @@ def _attend(own: Callable[..., Any] | None) -> Callable[..., Any]:
         value: Tensor,
         attention_mask: Tensor | None,
         scaling: float | None = None,
-        recguide_attention: PlannedAttention | None = None,
+        recguide_attention: PlannedAttention | str | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if recguide_attention is None:
@@ -79,6 +130,8 @@ def _attend(own: Callable[..., Any] | None) -> Callable[..., Any]:
             names = ", ".join(sorted(strange))
             raise UnsupportedError(f"{type(module).__name__} attends with {names}, which segments do not know.")
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if isinstance(recguide_attention, str):
+            return _run_current(query[0], key[0], value[0], module.layer_idx, factor)[None], None
         return recguide_attention.run(module.layer_idx, query[0], key[0], value[0], factor)[None], None
 
     return attend

@@ -89,9 +89,7 @@ class FlashInferForward:
             out, lse = wrappers.round.run(*packed, return_lse=True)
             memory = _as_pages(pages.keys, pages.page_size), _as_pages(pages.values, pages.page_size)
             if self._all_cached:
-                merged, _ = flashinfer.merge_state(
-                    out, lse, *wrappers.prefix.run(packed[0], memory, return_lse=True)
-                )
+                merged, _ = flashinfer.merge_state(out, lse, *wrappers.prefix.run(packed[0], memory, return_lse=True))
                 return merged  # type: ignore[no-any-return]
             # An empty prefix has no state to merge: its logarithm would be that of 0.
             readers = self._readers[query.device]

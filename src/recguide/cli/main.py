@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from transformers import TextStreamer
 
@@ -330,7 +331,7 @@ def doctor() -> None:
     """Show versions, devices, and which attention backends can be used here, with the reason where not."""
     table = Table(show_header=False, box=None)
     for name, value in diagnose():
-        table.add_row(f"[bold]{name}", value)
+        table.add_row(f"[bold]{name}", escape(value))
     out.print(table)
 
 

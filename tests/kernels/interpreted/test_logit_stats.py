@@ -14,7 +14,11 @@ CPU = torch.device("cpu")
 
 
 def check(
-    logits: Tensor, excluded: list[int], seeds: list[int] | None = None, positions: list[int] | None = None
+    logits: Tensor,
+    excluded: list[int],
+    seeds: list[int] | None = None,
+    positions: list[int] | None = None,
+    top: int = 2,
 ) -> None:
     """Against the reference in float64, with the noise that sampling draws."""
     noise = None
@@ -25,13 +29,13 @@ def check(
         ]
         noise = torch.cat([torch.zeros(1, logits.shape[1]) if row is None else row for row in drawn])
         # As the kernel and sampling add it, in float32.
-        expected = reference.logit_stats(logits.float(), excluded, noise)
+        expected = reference.logit_stats(logits.float(), excluded, noise, top)
         entropies = reference.logit_stats(logits.double(), excluded).entropies
     else:
-        expected = reference.logit_stats(logits.double(), excluded)
+        expected = reference.logit_stats(logits.double(), excluded, top=top)
         entropies = expected.entropies
     keys = None if seeds is None or positions is None else noise_keys(seeds, positions, CPU)
-    got = logit_stats(logits, excluded, keys)
+    got = logit_stats(logits, excluded, keys, top)
     assert torch.equal(got.ids, expected.ids)
     torch.testing.assert_close(got.probabilities.double(), expected.probabilities.double(), rtol=2e-5, atol=1e-7)
     torch.testing.assert_close(got.margins.double(), expected.margins.double(), rtol=2e-5, atol=2e-6)
@@ -55,6 +59,17 @@ def test_ties_go_to_the_lowest_id_like_argmax() -> None:
     assert got.ids.tolist() == [[0, 1], [5, PART + 3], [2 * PART, 2 * PART + 1], [8, PART + 1]]
     assert torch.equal(got.ids[:, 0], logits.argmax(-1))
     assert got.margins[:3].tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("top", [2, 3, 4, 7])
+def test_as_many_of_the_likeliest_as_are_wanted(top: int) -> None:
+    """Also where they are all in one part, spread over parts, equal, or fewer in a part than wanted."""
+    logits = torch.randn(4, 2 * PART + 3, generator=torch.Generator().manual_seed(top))
+    logits[1, PART : PART + 9] += 20
+    logits[2] = 0.0
+    logits[3, 2 * PART :] += 20
+    check(logits, [PART + 1], top=top)
+    check(logits, [PART + 1], [5, 6, 7, 8], [1, 2, 3, NO_NOISE], top=top)
 
 
 def test_excluded_tokens_take_no_part() -> None:
@@ -169,7 +184,7 @@ def test_any_row(data: st.DataObject) -> None:
     values = st.sampled_from([-1e30, -3.0, 0.0, 0.5, 0.5, 2.0])
     row = data.draw(st.lists(values, min_size=size, max_size=size))
     excluded = data.draw(st.lists(st.integers(0, size - 1), max_size=size - 2, unique=True))
-    check(torch.tensor([row]), excluded)
+    check(torch.tensor([row]), excluded, top=data.draw(st.integers(2, size - len(excluded))))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +192,9 @@ def test_any_row(data: st.DataObject) -> None:
     [
         (torch.zeros(4), {}, "T, V"),
         (torch.zeros(4, 3).t(), {}, "contiguous"),
-        (torch.zeros(1, 3), {"excluded": [0, 2]}, "two tokens"),
+        (torch.zeros(1, 3), {"excluded": [0, 2]}, "from 2 to the tokens that are left, 3 less 2"),
+        (torch.zeros(1, 3), {"top": 4}, "got 4"),
+        (torch.zeros(1, 3), {"top": 1}, "got 1"),
         (torch.zeros(1, 3), {"excluded": [3]}, "from 0 to 2"),
         (torch.zeros(1, 3), {"keys": torch.zeros(2, 2, dtype=torch.int64)}, "keys must be"),
         (torch.zeros(2, 3), {"keys": torch.zeros(2, 2)}, "keys must be"),
