@@ -38,6 +38,8 @@ class SDPAForward:
             packed = [r * longest + i for r in range(len(plan.prefix)) for i in range(plan.tokens_of(r))]
             tensors["to_padded"], tensors["to_packed"] = padded.flatten(), torch.tensor(packed, device=padded.device)
         self._tensors = {plan.input_ids.device: tensors}
+        self._rows: list[tuple[int, int, Tensor | None]] = []
+        """Each batch row's tokens, keys and mask; only where rows are ragged, on a CPU."""
 
     def run(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         self.layers_run += 1
@@ -60,15 +62,22 @@ class SDPAForward:
 
     def _row_by_row(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
         """On a CPU padding costs more than calls: with branches, rows differ much in length."""
-        plan, outputs = self._plan, []
-        for row, prefix in enumerate(plan.prefix):
-            tokens = plan.tokens_of(row)
-            if tokens:
-                own = query[None, :, plan.starts[row] : plan.starts[row + 1]]
-                key, value = (x[row : row + 1, :, : prefix + tokens] for x in (keys, values))
+        if not self._rows:
+            for row, prefix in enumerate(self._plan.prefix):
+                tokens = self._plan.tokens_of(row)
                 seen = None if mask is None else mask[row : row + 1, :, :tokens, : prefix + tokens]
-                outputs.append(_attention(own, key, value, seen, plan.causal, scaling)[0])
-        return torch.cat(outputs, dim=1).transpose(0, 1)
+                self._rows.append((tokens, prefix + tokens, seen))
+        queries = query[None].split([tokens for tokens, _, _ in self._rows], dim=2)
+        outputs = []
+        for (tokens, total, seen), own, key, value in zip(
+            self._rows, queries, keys.split(1), values.split(1), strict=True
+        ):
+            if tokens:
+                key, value = key.narrow(2, 0, total), value.narrow(2, 0, total)
+                out = _attention(own, key, value, seen, self._plan.causal, scaling)
+                # As the kernel has laid it out, so that nothing is copied twice.
+                outputs.append(out.transpose(1, 2)[0])
+        return torch.cat(outputs)
 
     def _on(self, device: torch.device) -> dict[str, Tensor]:
         """The plan's tensors on a layer's device; a model may be spread over several."""

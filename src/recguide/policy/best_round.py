@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 
@@ -84,7 +83,8 @@ class _BestRound:
         """Price of a query token that is verified in the next round."""
         self._survival = [1.0, *accumulate(situation.acceptance, mul)]
         self._left, self._cut = self._leftovers()
-        self._branch = _worth_of_branches(situation.expected, odds.promise, self._each)
+        self._whole = {size: self._worth_of_branch(size, used=0) for size in BLOCK_SIZES}
+        """What a branch of each length is worth if none of its predictions after the first is used up."""
 
     def choose(self) -> BranchChoice:
         plain, with_leftovers = self._verifying()
@@ -190,12 +190,20 @@ class _BestRound:
                 continue
             length = min(size, at.remaining - depth)
             share = length / size
-            worth = self._branch[size][: min(verified + 1 - depth, length - 1)]
-            continued = [share * first * worth[0], *[share * later * one for one in worth[1:]]]
+            used_up = range(1, min(verified + 1 - depth, length - 1))
+            whole = share * self._whole[size]
+            continued = [first * whole, *[later * share * self._worth_of_branch(size, used) for used in used_up]]
             found.append((Branch(BranchKind.CONTINUATION, depth, length), continued))
             for right, token in supposed:
-                found.append((Branch(BranchKind.CORRECTION, depth, length, token), [share * right * worth[0]]))
+                found.append((Branch(BranchKind.CORRECTION, depth, length, token), [right * whole]))
         return found
+
+    def _worth_of_branch(self, size: int, used: int) -> float:
+        """Of one of this length, if it is right and `used` of its predictions after the first are committed with it."""
+        expected = self._at.expected
+        survived = expected[used + 1] - expected[used]
+        accepted = (expected[size] - expected[used]) / survived - 1 if survived > 0 else 0.0
+        return _worth_of_draft(self._odds.promise * accepted, size - 1 - used, self._each)
 
     def _best_size(self, odds: float, verified: int, room: int) -> int:
         """Of a branch that is the next draft with these odds, if no end of the round uses up any of it; 0: none pays."""
@@ -204,7 +212,7 @@ class _BestRound:
         for size in BLOCK_SIZES:
             length = min(size, room)
             if length >= 2:
-                gain = odds * self._branch[size][0] * length / size - price * (ms[verified + length] - ms[verified])
+                gain = odds * self._whole[size] * length / size - price * (ms[verified + length] - ms[verified])
                 if gain > most:
                     best, most = size, gain
             # A larger one would be shortened too.
@@ -216,30 +224,3 @@ class _BestRound:
 def _worth_of_draft(accepted: float, guesses: int, each: float) -> float:
     """Of one that is verified in the next round, beside the seed that is verified in any case, where a query token costs `each`."""
     return max(accepted - each * min(guesses, accepted + MARGIN), 0.0)
-
-
-@lru_cache(maxsize=256)
-def _worth_of_branches(expected: tuple[float, ...], promise: float, each: float) -> dict[int, list[float]]:
-    """
-    What a branch of each length is worth if it is right, by how many of its predictions after the first are used up.
-
-    Kept, since requests of one forward often have the same prospects.
-    """
-    return {
-        size: [
-            _worth_of_draft(promise * accepted, size - 1 - used, each)
-            for used, accepted in enumerate(_accepted(expected, size))
-        ]
-        for size in BLOCK_SIZES
-    }
-
-
-@lru_cache(maxsize=1024)
-def _accepted(expected: tuple[float, ...], size: int) -> list[float]:
-    """Of a branch's predictions after the first, those expected to be accepted once some have been, by how many."""
-    return [
-        (expected[size] - expected[used]) / survived - 1
-        if (survived := expected[used + 1] - expected[used]) > 0
-        else 0.0
-        for used in range(size - 1)
-    ]

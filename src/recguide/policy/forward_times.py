@@ -51,17 +51,17 @@ class _Scaled:
     def __init__(self, profile: CostProfile) -> None:
         self._grid = _Grid(profile.forward_cells)
         self._scales = _Scales()
-        self._shapes: dict[int, list[float]] = {}
 
     def curve(self, load: int) -> list[float]:
-        if load not in self._shapes:
-            self._shapes[load] = [self._grid.at(load, tokens) for tokens in range(TOKENS + 1)]
-        fixed, *_ = shape = self._shapes[load]
+        fixed, *_ = line = self._grid.line(load)
         scales = self._scales
-        return [scales.fixed * fixed + scales.each * (ms - fixed) for ms in shape]
+        return [scales.fixed * fixed + scales.each * (ms - fixed) for ms in line]
 
     def observe(self, requests: int, query_tokens: int, ms: float) -> float:
-        fixed, expected = self._grid.at(requests, 0), self._grid.at(requests, query_tokens / requests)
+        fixed, *_ = line = self._grid.line(requests)
+        tokens = query_tokens / requests
+        below = min(int(tokens), TOKENS - 1)
+        expected = line[below] + (line[below + 1] - line[below]) * (tokens - below)
         self._scales.observe(query_tokens, min(fixed / expected, 1.0), ms / expected)
         return self._scales.fixed * fixed + self._scales.each * (expected - fixed)
 
@@ -111,13 +111,19 @@ class _Grid:
         sums: dict[int, dict[int, list[float]]] = {}
         for load, tokens, ms in cells:
             sums.setdefault(load, {}).setdefault(tokens, []).append(ms)
-        self._rows = {
-            load: [(tokens, sum(ms) / len(ms)) for tokens, ms in sorted(row.items())]
-            for load, row in sorted(sums.items())
-        }
+        self._rows: list[tuple[int, list[float]]] = []
+        for load, row in sorted(sums.items()):
+            points = [(tokens, sum(ms) / len(ms)) for tokens, ms in sorted(row.items())]
+            self._rows.append((load, [between(points, tokens) for tokens in range(TOKENS + 1)]))
+        self._lines: dict[int, list[float]] = {}
 
-    def at(self, load: int, tokens: float) -> float:
-        return between([(known, between(row, tokens)) for known, row in self._rows.items()], load)
+    def line(self, load: int) -> list[float]:
+        """`[129]`: at one load, by tokens."""
+        if load not in self._lines:
+            columns = zip(*(row for _, row in self._rows), strict=True)
+            loads = [known for known, _ in self._rows]
+            self._lines[load] = [between(list(zip(loads, column, strict=True)), load) for column in columns]
+        return self._lines[load]
 
 
 def between(points: list[tuple[int, float]], x: float) -> float:
