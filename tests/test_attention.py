@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,8 +25,8 @@ from transformers import (
 )
 
 from recguide.adapter import ModelAdapter
-from recguide.attention import BACKENDS, Work, installed, resolve_backend
-from recguide.attention.torch_sdpa import TorchSDPA
+from recguide.attention import BACKENDS, Work, installed, resolve_backend, torch_sdpa
+from recguide.attention.torch_sdpa import CALL, TorchSDPA, row_groups
 from recguide.config import ATTENTION_BACKENDS
 from recguide.dense_kv import DenseKV
 from recguide.errors import ConfigError, MissingDependencyError, UnsupportedError
@@ -73,7 +74,7 @@ def cache_with_prefix(prefix: list[int], generator: torch.Generator, poison: int
         plan = pack([[Segment([0] * poison, 0)] for _ in prefix], kv.lengths, CPU)
         for layer in range(LAYERS):
             junk = torch.full((GROUPS, plan.query_tokens, SIZE), 1e4)
-            kv.write(layer, junk, -junk, plan)
+            kv.store(layer, junk, -junk, plan)
     return kv, prefixes
 
 
@@ -107,17 +108,18 @@ def naive_attention(
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 5])
-@given(batch=a_batch(), seed=st.integers(0, 2**16))
-@settings(max_examples=25)
+@given(batch=a_batch(), call=st.sampled_from([0, 1, 30, CALL]), seed=st.integers(0, 2**16))
+@settings(max_examples=40)
 def test_sdpa_equals_a_naive_softmax_for_each_query(
-    group_size: int, batch: tuple[list[list[Segment]], list[int]], seed: int
+    group_size: int, batch: tuple[list[list[Segment]], list[int]], call: int, seed: int
 ) -> None:
     rows, prefix = batch
     generator = torch.Generator().manual_seed(seed)
     kv, prefixes = cache_with_prefix(prefix, generator)
     poisoned, _ = cache_with_prefix(prefix, torch.Generator().manual_seed(seed), poison=90)
     plan = pack(rows, kv.lengths, CPU)
-    forwards = TorchSDPA().plan(plan, kv, torch.float32), TorchSDPA().plan(plan, poisoned, torch.float32)
+    with mock.patch.object(torch_sdpa, "CALL", call):
+        forwards = TorchSDPA().plan(plan, kv, torch.float32), TorchSDPA().plan(plan, poisoned, torch.float32)
     for layer in range(LAYERS):
         query = torch.randn(GROUPS * group_size, plan.query_tokens, SIZE, generator=generator)
         keys, values = torch.randn(2, GROUPS, plan.query_tokens, SIZE, generator=generator)
@@ -377,3 +379,34 @@ def test_two_models_do_not_disturb_each_other() -> None:
         assert eager.config._attn_implementation == "eager"
         near(packed(llama, [4, 2]), plain_causal(llama, [4, 2]))
     assert llama.config._attn_implementation == "sdpa"
+
+
+def test_rows_of_the_same_length_may_change_places() -> None:
+    """The longer prefix makes a group of its own that comes first: what goes there must come back."""
+    generator = torch.Generator().manual_seed(0)
+    kv, prefixes = cache_with_prefix([3, 40], generator)
+    rows = [[Segment([0] * 2, 3)], [Segment([0] * 2, 40)]]
+    plan = pack(rows, kv.lengths, CPU)
+    assert row_groups(plan, 10) == [(1,), (0,)]
+    query = torch.randn(6, 4, SIZE, generator=generator)
+    keys, values = torch.randn(2, GROUPS, 4, SIZE, generator=generator)
+    with mock.patch.object(torch_sdpa, "CALL", 10):
+        out = TorchSDPA().plan(plan, kv, torch.float32).run(0, query, keys, values, 1.0)
+    expected = naive_attention(rows, prefixes, 0, query, keys, values, 1.0)
+    assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@given(batch=a_batch(), call=st.integers(1, 500))
+def test_grouping_never_costs_more_than_rows_alone(batch: tuple[list[list[Segment]], list[int]], call: int) -> None:
+    rows, prefix = batch
+    plan = pack(rows, prefix, CPU)
+    groups = row_groups(plan, call)
+    live = [row for row in range(len(rows)) if plan.tokens_of(row)]
+    assert sorted(row for group in groups for row in group) == live
+    assert row_groups(plan, 0) == [tuple(live)]
+
+    def pairs(group: tuple[int, ...]) -> int:
+        longest = max(prefix[row] + plan.tokens_of(row) for row in group)
+        return len(group) * longest * max(plan.tokens_of(row) for row in group) + call
+
+    assert sum(map(pairs, groups)) <= sum(pairs((row,)) for row in live)

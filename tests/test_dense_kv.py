@@ -18,13 +18,18 @@ def write(kv: DenseKV, counts: list[int], layers: int = 2) -> list[tuple[Tensor,
     written = []
     for layer in range(layers):
         keys, values = torch.randn(2, GROUPS, sum(counts), SIZE)
-        all_keys, all_values = kv.write(layer, keys, values, plan)
+        kv.store(layer, keys, values, plan)
+        all_keys, all_values = kv.gather(layer, tuple(range(len(counts))), plan)
         end = max(p + n for p, n in zip(kv.lengths, counts, strict=True))
         assert all_keys.shape == all_values.shape == (len(counts), GROUPS, end, SIZE)
         for r, start in enumerate(plan.starts[:-1]):
             behind = slice(kv.lengths[r], kv.lengths[r] + counts[r])
             torch.testing.assert_close(all_keys[r, :, behind], keys[:, start : start + counts[r]], rtol=0, atol=0)
             torch.testing.assert_close(all_values[r, :, behind], values[:, start : start + counts[r]], rtol=0, atol=0)
+        for some in [(0,), (len(counts) - 1, 0)]:
+            longest = max(kv.lengths[r] + counts[r] for r in some)
+            for part, whole in zip(kv.gather(layer, some, plan), (all_keys, all_values), strict=True):
+                assert torch.equal(part, whole[list(some), :, :longest])
         pages = kv.pages(layer, keys, values, plan)
         place = torch.arange(end)
         slots = pages.tables[:, place // pages.page_size] * pages.page_size + place % pages.page_size
@@ -136,6 +141,8 @@ def test_memory_never_written_is_zero() -> None:
     for count in (1, GROWTH):
         rows = [[Segment([0] * count, 0)], []]
         keys = torch.ones(GROUPS, count, SIZE)
-        all_keys, all_values = kv.write(0, keys, keys, pack(rows, kv.lengths, CPU))
+        plan = pack(rows, kv.lengths, CPU)
+        kv.store(0, keys, keys, plan)
+        all_keys, all_values = kv.gather(0, (0, 1), plan)
         assert torch.equal(all_keys[1], torch.zeros_like(all_keys[1]))
         assert torch.equal(all_values[1], torch.zeros_like(all_values[1]))

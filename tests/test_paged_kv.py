@@ -55,9 +55,14 @@ def write(kv: PagedBatch | DenseKV, new: Sequence[Tensor]) -> list[tuple[Tensor,
     """Write `new[r]`, `[2, LAYERS, G, n, D]`, behind each row's prefix; returns what each layer gets to attend to."""
     plan = plan_for(kv.lengths, [part.shape[3] for part in new])
     keys, values = torch.cat(list(new), dim=3)
-    written = [kv.write(layer, keys[layer], values[layer], plan) for layer in range(LAYERS)]
+    for layer in range(LAYERS):
+        kv.store(layer, keys[layer], values[layer], plan)
+    written = [kv.gather(layer, tuple(range(len(new))), plan) for layer in range(LAYERS)]
     ends = [prefix + plan.tokens_of(row) for row, prefix in enumerate(plan.prefix)]
     for layer, (all_keys, all_values) in enumerate(written):
+        last = len(new) - 1
+        for part, whole in zip(kv.gather(layer, (last,), plan), (all_keys, all_values), strict=True):
+            assert_equal(part, whole[last:, :, : ends[last]])
         pages = kv.pages(layer, keys[layer], values[layer], plan)
         for row, end in enumerate(ends):
             place = torch.arange(end)
@@ -252,7 +257,7 @@ def test_a_budget_is_used_and_not_exceeded(page_size: int, dtype: torch.dtype) -
     plan = plan_for([0], [1])
     for layer in range(config.num_hidden_layers):
         new = torch.zeros(config.num_key_value_heads, 1, config.head_dim, dtype=dtype)
-        batch.write(layer, new, new, plan)
+        batch.store(layer, new, new, plan)
     used = sum(tensor.nbytes for layer in pool._layers.values() for tensor in layer)
     page = (used * page_size) // (pool.num_pages * page_size + 1)
     assert used <= budget < used + page
@@ -275,7 +280,8 @@ def test_each_layer_has_its_own_shape_and_dtype() -> None:
     batch, plan = PagedBatch(pool, [table]), plan_for([0], [3])
     for layer, (groups, size, dtype) in enumerate(((2, 3, torch.float32), (1, 8, torch.bfloat16))):
         keys, values = torch.randn(groups, 3, size).to(dtype), torch.randn(groups, 3, size + 1).to(dtype)
-        got = batch.write(layer, keys, values, plan)
+        batch.store(layer, keys, values, plan)
+        got = batch.gather(layer, (0,), plan)
         assert_equal(got[0][0], keys)
         assert_equal(got[1][0], values)
 
@@ -357,10 +363,10 @@ def test_faults_of_the_caller_assert() -> None:
         batch.commit(0, 1)
     assert table.reserve(5)
     old_plan = plan_for([0], [2])
-    batch.write(0, torch.zeros(GROUPS, 2, SIZE), torch.zeros(GROUPS, 2, SIZE), old_plan)
+    batch.store(0, torch.zeros(GROUPS, 2, SIZE), torch.zeros(GROUPS, 2, SIZE), old_plan)
     batch.commit(0, 1)
     with pytest.raises(AssertionError, match="another state"):
-        PagedBatch(pool, [table]).write(0, torch.zeros(GROUPS, 2, SIZE), torch.zeros(GROUPS, 2, SIZE), old_plan)
+        PagedBatch(pool, [table]).store(0, torch.zeros(GROUPS, 2, SIZE), torch.zeros(GROUPS, 2, SIZE), old_plan)
     batch.commit(0, 1)
     with pytest.raises(AssertionError, match="than was written"):
         batch.commit(0, 1)

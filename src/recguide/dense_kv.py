@@ -59,8 +59,12 @@ class KVCache(Protocol):
     def store(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> None:
         """Store a forward's `keys`, `values` `[G, T, D]`."""
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Store a forward's `keys`, `values` `[G, T, D]`; returns all keys and values to attend to, `[R, G, K, D]`."""
+    def gather(self, layer: int, rows: tuple[int, ...], plan: Plan) -> tuple[Tensor, Tensor]:
+        """
+        All keys and values that batch rows attend to in a forward, `[n, G, K, D]`: their prefixes, then what it has stored.
+
+        K is that of the longest of them; behind shorter ones there are numbers of no meaning, never NaN.
+        """
 
     def commit(self, row: int, tokens: int) -> None:
         """Keep the first `tokens` of what the last forward wrote for `row`."""
@@ -94,8 +98,8 @@ class Forgetful:
     def store(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> None:
         self._kv.store(layer, keys, values, plan)
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        return self._kv.write(layer, keys, values, plan)
+    def gather(self, layer: int, rows: tuple[int, ...], plan: Plan) -> tuple[Tensor, Tensor]:
+        return self._kv.gather(layer, rows, plan)
 
     def commit(self, row: int, tokens: int) -> None:
         pass
@@ -157,10 +161,12 @@ class DenseKV:
             stored_keys[row, :, slot] = keys.transpose(0, 1).to(stored_keys.dtype)
             stored_values[row, :, slot] = values.transpose(0, 1).to(stored_values.dtype)
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        self.store(layer, keys, values, plan)
-        end = _end(plan)
-        return self._keys[layer][:, :, :end], self._values[layer][:, :, :end]
+    def gather(self, layer: int, rows: tuple[int, ...], plan: Plan) -> tuple[Tensor, Tensor]:
+        end = max(plan.prefix[row] + plan.tokens_of(row) for row in rows)
+        keys, values = self._keys[layer][:, :, :end], self._values[layer][:, :, :end]
+        if rows == tuple(range(len(self._lengths))):
+            return keys, values
+        return keys[list(rows)], values[list(rows)]
 
     def commit(self, row: int, tokens: int) -> None:
         self._lengths[row] += tokens

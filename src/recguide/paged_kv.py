@@ -277,6 +277,7 @@ class PagedBatch:
         self._plan: Plan | None = None
         self._pages: dict[torch.device, Tensor] = {}
         self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._reads: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -303,11 +304,10 @@ class PagedBatch:
         for stored, new in zip(self._pool._layer(layer, keys, values), (keys, values), strict=True):
             stored.index_copy_(0, writes, new.transpose(0, 1).to(stored.dtype))
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        self.store(layer, keys, values, plan)
-        reads, _ = self._slots_of(plan, keys.device)
+    def gather(self, layer: int, rows: tuple[int, ...], plan: Plan) -> tuple[Tensor, Tensor]:
         gathered = []
-        for stored in self._pool._layer(layer, keys, values):
+        for stored in self._pool._layers[layer]:
+            reads = self._reads_of(rows, plan, stored.device)
             # Of the ways to gather rows, the fastest on a CPU by far.
             read = stored.index_select(0, reads.flatten()).view(*reads.shape, *stored.shape[1:])
             gathered.append(read.transpose(1, 2))
@@ -334,6 +334,14 @@ class PagedBatch:
             width = max(width, pool.pages_for(total))
         padded = [table.pages[:width] + [0] * (width - len(table.pages)) for table in self._tables]
         self._plan, self._pages, self._slots = plan, {CPU: torch.tensor(padded, dtype=torch.int32)}, {}
+        self._reads.clear()
+
+    def _reads_of(self, rows: tuple[int, ...], plan: Plan, device: torch.device) -> Tensor:
+        """Slots that batch rows read, `int64[n, K]`; made once a forward and device."""
+        if (rows, device) not in self._reads:
+            longest = max(plan.prefix[row] + plan.tokens_of(row) for row in rows)
+            self._reads[rows, device] = self._slots_of(plan, device)[0][list(rows), :longest]
+        return self._reads[rows, device]
 
     def _slots_of(self, plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
         """Slots to read, `int64[R, K]`, and to write, `int64[T]`; made once a forward, and moved once to each device."""
