@@ -58,7 +58,7 @@ def test_attention_and_commit_equal_the_sdpa_backend_over_a_paged_batch(
         assert table.reserve(max(cached, 1))
     keys, values = fresh(filling.query_tokens)
     empty = PackedRound(filling.starts, filling.prefix, filling.visible, padded_tables(), PAGE)
-    batch.write(0, keys, values, filling)
+    batch.store(0, keys, values, filling)
     reference.kv_commit(keys, values, key_cache, value_cache, empty, prefix)
     for row, cached in enumerate(prefix):
         batch.commit(row, cached)
