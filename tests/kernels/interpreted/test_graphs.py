@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -50,8 +50,8 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder() -> Iterator[Recorder]:
-    yield Recorder()
+def recorder() -> Recorder:
+    return Recorder()
 
 
 def graphs(recorder: Recorder) -> ModelAdapter:
