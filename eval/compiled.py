@@ -1,7 +1,8 @@
 """
 What `torch.compile` buys on this machine: tokens a second of strategies with it and without, and where a forward's time goes.
 
-All ways decode the same prompts in turn, in one process, so that a noisy moment hits them alike. Outputs are compared.
+All ways decode the same prompts in turn, in one process, so that a noisy moment hits them alike, and what is measured is the process's
+time on the processor, which other processes do not take part in: run it with one thread. Outputs are compared.
 
     OMP_NUM_THREADS=1 taskset -c 1 python eval/compiled.py --json compile.json
 """
@@ -57,10 +58,10 @@ def speeds(model: Any, prompts: Sequence[torch.Tensor], repeats: int, new_tokens
     for repeat in range(repeats):
         turn = repeat % len(pairs)
         for strategy, way in pairs[turn:] + pairs[:turn]:
-            start = time.perf_counter()
+            start = time.process_time()
             for ids in prompts:
                 decode(model, ids, strategy, WAYS[way], new_tokens)
-            seconds[strategy, way].append(time.perf_counter() - start)
+            seconds[strategy, way].append(time.process_time() - start)
     tokens = sum(map(len, texts[pairs[0]]))
     table = {
         strategy: {way: tokens / statistics.median(seconds[strategy, way]) for way in WAYS} for strategy in STRATEGIES
@@ -91,9 +92,9 @@ def forwards(model: Any, counts: Sequence[int], context: int, repeats: int) -> l
                 call()
             for _ in range(repeats):
                 for name, call in work.items():
-                    start = time.perf_counter()
+                    start = time.process_time()
                     call()
-                    times[name].append(1000 * (time.perf_counter() - start))
+                    times[name].append(1000 * (time.process_time() - start))
             lines.append({"query_tokens": count} | {name: statistics.median(values) for name, values in times.items()})
     return lines
 
