@@ -24,6 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from recguide import attention
 from recguide.adapter import ModelAdapter
 from recguide.attention import BACKENDS, Work, installed, resolve_backend, torch_sdpa
 from recguide.attention.torch_sdpa import CALL, TorchSDPA, row_groups
@@ -152,9 +153,14 @@ def test_an_unknown_backend_is_refused_with_the_list() -> None:
     assert resolve_backend("torch_sdpa").name == "torch_sdpa"
 
 
-def test_auto_is_torch_on_a_cpu_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture(autouse=True)
+def nothing_is_said_yet() -> None:
+    attention._tell.cache_clear()
+
+
+def test_auto_is_torch_on_a_cpu_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "recguide"):
-        assert resolve_backend().name == "torch_sdpa"
+        assert resolve_backend().name == resolve_backend().name == "torch_sdpa"
     assert [(r.levelname, r.message) for r in caplog.records] == [
         ("INFO", "Attention backend torch_sdpa: it is the one for cpu.")
     ]

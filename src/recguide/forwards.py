@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from recguide_kernels.work import power_of_two
+
 from .attention import CURRENT, AttentionBackend, PlannedAttention, running
 from .attention.base import StaticBackend
 from .config import ForwardConfig
 from .dense_kv import KVCache
 from .errors import MissingDependencyError, RecGuideError, UnsupportedError
 from .kernel_support import triton_problem
-from .models.draft_adapter import adapter_rows
+from .models.draft_adapter import adapter_rows, traced_adapter_rows
 from .segments import Plan
 
 MOST_GRAPHS = 64
@@ -62,15 +64,14 @@ class Forwards:
         before = attention.layers_run
         with torch.no_grad():
             if self.compiled:
+                # One program for all forwards: that rows are picked or not is no reason to compile another.
+                rows = plan.output_rows
+                picked = torch.arange(plan.query_tokens, device=plan.input_ids.device) if rows is None else rows
                 with running(attention):
-                    # One program for all forwards: whether rows are picked is no reason to compile another.
-                    rows = plan.output_rows
-                    picked = torch.arange(plan.query_tokens, device=plan.input_ids.device) if rows is None else rows
-                    logits = _compiled()(self.model, plan.input_ids, plan.position_ids, plan.adapter, picked, CURRENT)
+                    logits = _compiled()(self.model, plan.input_ids, plan.position_ids, plan.adapter, picked)
             else:
-                logits = _logits(
-                    self.model, plan.input_ids, plan.position_ids, plan.adapter, plan.output_rows, attention
-                )
+                with adapter_rows(plan.adapter):
+                    logits = _logits(self.model, plan.input_ids, plan.position_ids, plan.output_rows, attention)
         if attention.layers_run - before != self.layers:
             raise UnsupportedError(
                 f"{type(self.model).__name__} has {self.layers} layers, but {attention.layers_run - before} asked the attention "
@@ -83,27 +84,33 @@ def _logits(
     model: Any,
     input_ids: Tensor,
     position_ids: Tensor,
-    adapter: Tensor | None,
     output_rows: Tensor | None,
     attention: PlannedAttention | str,
 ) -> Tensor:
-    with adapter_rows(adapter):
-        logits: Tensor = model(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            # A mask of four dimensions is passed on as it is, so that the model builds none of its own.
-            attention_mask=_MASK_4D,
-            use_cache=False,
-            logits_to_keep=0 if output_rows is None else output_rows,
-            recguide_attention=attention,
-        ).logits[0]
+    logits: Tensor = model(
+        input_ids=input_ids[None],
+        position_ids=position_ids[None],
+        # A mask of four dimensions is passed on as it is, so that the model builds none of its own.
+        attention_mask=_MASK_4D,
+        use_cache=False,
+        logits_to_keep=0 if output_rows is None else output_rows,
+        recguide_attention=attention,
+    ).logits[0]
     return logits
+
+
+def _program(
+    model: Any, input_ids: Tensor, position_ids: Tensor, adapter: Tensor | None, output_rows: Tensor
+) -> Tensor:
+    """What is compiled."""
+    with traced_adapter_rows(adapter):
+        return _logits(model, input_ids, position_ids, output_rows, CURRENT)
 
 
 @lru_cache
 def _compiled() -> Callable[..., Tensor]:
     # Made when first used: torch's compiler takes seconds to import. A second program for a model is an error, not a slow way on.
-    return torch.compile(_logits, dynamic=True, fullgraph=True)  # type: ignore[no-any-return]
+    return torch.compile(_program, dynamic=True, fullgraph=True)  # type: ignore[no-any-return]
 
 
 def compile_problem(device: torch.device) -> RecGuideError | None:
@@ -167,8 +174,8 @@ class Shape:
         tokens = _bucket(plan.query_tokens)
         outputs = plan.query_tokens if plan.output_rows is None else plan.output_rows.shape[0]
         # One row more, whose tokens are the padding.
-        rows = _power_of_two(len(plan.prefix) + 1)
-        return cls(tokens, rows, min(_power_of_two(outputs), tokens), plan.adapter is not None)
+        rows = power_of_two(len(plan.prefix) + 1)
+        return cls(tokens, rows, min(power_of_two(outputs), tokens), plan.adapter is not None)
 
     def pad(self, plan: Plan) -> Plan:
         """The plan with padding, but for its tensors."""
@@ -293,11 +300,7 @@ class _Graph:
 def _bucket(tokens: int) -> int:
     """Tokens with padding: few shapes, and little of a forward for nothing."""
     step = 16 if tokens <= 128 else 64
-    return _power_of_two(tokens) if tokens <= 16 else -(-tokens // step) * step
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+    return power_of_two(tokens) if tokens <= 16 else -(-tokens // step) * step
 
 
 def forwards_of(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kernel_support import triton_problem
+from .kernel_support import interpreting, triton_problem
 from .sampling import Predicted, processed_scores, row_noise
 
 _NEVER = -1e30
@@ -51,7 +51,9 @@ def rank(logits: Tensor, predicted: Sequence[Predicted], best: int, entropies: b
         excluded (`Sequence[int]`): tokens that take no part in anything.
     """
     scores = processed_scores(logits, predicted, excluded)
-    if triton_problem(logits.device) is None and logits.shape[1] - len(set(excluded)) >= max(best, 2):
+    device, left = logits.device, logits.shape[1] - len(set(excluded))
+    # On a CPU the question alone, whether Triton is installed, would take as long as the answer.
+    if (device.type != "cpu" or interpreting()) and triton_problem(device) is None and left >= max(best, 2):
         return _by_kernel(logits, scores, predicted, best, entropies, excluded)
     return _by_torch(logits, scores, predicted, best, entropies, excluded)
 

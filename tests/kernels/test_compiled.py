@@ -23,6 +23,8 @@ pytestmark = [
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 CAPABILITIES = (80, 90, 100)
+"""Of 90 and 100 Triton compiles the variants with the architecture's own instructions, sm_90a and sm_100a."""
+SIZES = (64, 80, 96, 128, 256)
 SHARED_MEMORY = {80: 166_912, 90: 232_448, 100: 232_448}
 """Bytes that a block can have."""
 TENSOR_CORES = {80: r"\bmma\.sync", 90: r"\bwgmma\.mma_async", 100: r"\btcgen05\.mma"}
@@ -101,11 +103,9 @@ def attend(capability: int, dtype: torch.dtype, size: int, tokens: int, group: i
     )
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype", "size"),
-    [(capability, torch.bfloat16, size) for capability in CAPABILITIES for size in (64, 128, 256)]
-    + [(90, torch.bfloat16, 80), (90, torch.float16, 128)],
-)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", SIZES)
 def test_attention_of_fused_rounds(capability: int, dtype: torch.dtype, size: int, tmp_path: Path) -> None:
     binary = attend(capability, dtype, size, 64, 4, tmp_path)
     assert re.search(TENSOR_CORES[capability], binary.ptx), "no tensor cores"
@@ -118,26 +118,27 @@ def test_attention_of_short_rounds(capability: int, tokens: int, tmp_path: Path)
     assert re.search(TENSOR_CORES[80], binary.ptx), "no tensor cores"
 
 
-@pytest.mark.parametrize(("capability", "size", "group"), [(80, 64, 4), (80, 256, 4), (90, 128, 32)])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("size", "group"), [*((size, 4) for size in SIZES), (128, 32)])
 def test_attention_in_float32(capability: int, size: int, group: int, tmp_path: Path) -> None:
     binary = attend(capability, torch.float32, size, 64, group, tmp_path)
     assert "tf32" not in binary.ptx, "products are rounded"
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 128), (torch.bfloat16, 256), (torch.float32, 128)])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("size", SIZES)
 def test_merge(capability: int, dtype: torch.dtype, size: int, tmp_path: Path) -> None:
-    rows = tile_rows(64, 4, dtype)
+    rows, width = tile_rows(64, 4, dtype), segment_attention.block_d(size)
     types = {"partial_out": "*fp32", "partial_lse": "*fp32", "out": f"*{TYPES[dtype]}", "merges": "*i32"}
-    constants: dict[str, object] = {"GROUP": 4, "HEAD_DIM": size, "ROWS": rows, "BLOCK_D": size}
+    constants: dict[str, object] = {"GROUP": 4, "HEAD_DIM": size, "ROWS": rows, "BLOCK_D": width}
     compiled(segment_attention.merge_kernel, capability, tmp_path, types, constants, num_warps=8)
 
 
 @pytest.mark.parametrize("noise", [False, True])
-@pytest.mark.parametrize(
-    ("capability", "dtype", "top"),
-    [(80, torch.bfloat16, 3), (90, torch.bfloat16, 2), (90, torch.float32, 3), (100, torch.bfloat16, 3)],
-)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("top", [2, 3])
 def test_logit_stats(capability: int, dtype: torch.dtype, noise: bool, top: int, tmp_path: Path) -> None:
     types = {"logits": f"*{TYPES[dtype]}", "state": "*fp32", "tokens": "*i32", "keys": "*i64"}
     constants: dict[str, object] = {"EXCLUDED": (5, 131_000), "NOISE": noise, "PART": logit_stats.PART, "TOP": top}
@@ -153,7 +154,8 @@ def test_logit_stats_join(capability: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 80), (torch.bfloat16, 256), (torch.float32, 128)])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("size", SIZES)
 def test_kv_commit(capability: int, dtype: torch.dtype, size: int, tmp_path: Path) -> None:
     element = f"*{TYPES[dtype]}"
     types = {"new": element, "cache": element, "places": "*i32", "counts": "*i64", "tables": "*i32"}

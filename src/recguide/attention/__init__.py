@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -93,6 +94,13 @@ def choose_backend(work: Work) -> BackendChoice:
     return BackendChoice("triton", "it reads pages in place on a CUDA device")
 
 
+@lru_cache
+def _tell(device: str, choice: BackendChoice) -> None:
+    """To the log, once. Whoever has a CUDA device expects its kernels to run."""
+    lacking = device == "cuda" and choice.name == "torch_sdpa"
+    logger.log(logging.WARNING if lacking else logging.INFO, "Attention backend %s: %s.", choice.name, choice.reason)
+
+
 def resolve_backend(name: str = "auto", work: Work | None = None) -> AttentionBackend:
     """
     The backend called `name`, for `work` (by default, on the CPU). What `"auto"` has become goes to the log.
@@ -106,11 +114,7 @@ def resolve_backend(name: str = "auto", work: Work | None = None) -> AttentionBa
         raise ConfigError(f"Unknown attention backend {name!r}. Known: {', '.join(ATTENTION_BACKENDS)}.")
     if name == "auto":
         choice = choose_backend(work)
-        # On a CUDA device the kernels are what one expects to run.
-        lacking = work.device.type == "cuda" and choice.name == "torch_sdpa"
-        logger.log(
-            logging.WARNING if lacking else logging.INFO, "Attention backend %s: %s.", choice.name, choice.reason
-        )
+        _tell(work.device.type, choice)
         name = choice.name
     elif problem := backend_problem(name, work):
         raise type(problem)(f"The attention backend {name!r} cannot be used: {problem}.")

@@ -89,13 +89,15 @@ class FlashInferForward:
             out, lse = wrappers.round.run(*packed, return_lse=True)
             memory = _as_pages(pages.keys, pages.page_size), _as_pages(pages.values, pages.page_size)
             if self._all_cached:
-                merged, _ = flashinfer.merge_state(out, lse, *wrappers.prefix.run(packed[0], memory, return_lse=True))
-                return merged  # type: ignore[no-any-return]
+                whole: Tensor = flashinfer.merge_state(
+                    out, lse, *wrappers.prefix.run(packed[0], memory, return_lse=True)
+                )[0]
+                return whole
             # An empty prefix has no state to merge: its logarithm would be that of 0.
             readers = self._readers[query.device]
             before = wrappers.prefix.run(packed[0][readers], memory, return_lse=True)
-            merged, _ = flashinfer.merge_state(out[readers], lse[readers], *before)
-            return out.index_copy(0, readers, merged)
+            merged: Tensor = out.index_copy(0, readers, flashinfer.merge_state(out[readers], lse[readers], *before)[0])
+            return merged
 
     def _plan_passes(self, wrappers: Wrappers, shape: _Shape, pages: Pages, device: torch.device) -> None:
         plan, size = self._plan, shape.page_size
@@ -146,8 +148,8 @@ def in_round_mask(plan: Plan) -> Tensor:
 
 def _as_pages(memory: Tensor, page_size: int) -> Tensor:
     """`[N, G, D]` as `[N // page_size, page_size, G, D]`, which FlashInfer calls NHD; it takes any strides."""
-    whole = memory.shape[0] // page_size * page_size
-    return memory[:whole].unflatten(0, (-1, page_size))
+    pages = memory.shape[0] // page_size
+    return memory[: pages * page_size].view(pages, page_size, *memory.shape[1:])
 
 
 def _cumulative(counts: list[int]) -> Tensor:

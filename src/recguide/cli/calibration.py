@@ -19,6 +19,7 @@ from rich.table import Table
 from .. import pictures
 from ..adapter import ModelAdapter
 from ..calibration import BLOCK_SIZES, CostProfile, ForwardCost, ProgressTable, RoundCost
+from ..config import ForwardConfig
 from ..errors import InputError
 from ..fitting import fit_progress
 from ..loop import tables_directory
@@ -26,7 +27,16 @@ from ..profiling import measure_costs
 from ..tiny.tasks import FAMILIES, make_task
 from .benchmark import environment
 from .loading import TINY, chat_ids, load, readable_errors
-from .options import DeviceOption, DtypeOption, ModelOption, ThreadsOption, whole_numbers
+from .options import (
+    BackendOption,
+    CompileOption,
+    DeviceOption,
+    DtypeOption,
+    GraphsOption,
+    ModelOption,
+    ThreadsOption,
+    whole_numbers,
+)
 from .recording import Recordings
 from .unfinished import Unfinished
 
@@ -51,6 +61,9 @@ def profile(
     tables: Tables = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
+    attention_backend: BackendOption = "auto",
+    compiled: CompileOption = False,
+    cuda_graphs: GraphsOption = False,
     threads: ThreadsOption = None,
 ) -> None:
     """
@@ -65,7 +78,9 @@ def profile(
             pictures.check_installed()
         grid = [whole_numbers(text, option) for text, option in ((loads, "--loads"), (block_size, "--block-size"))]
         contexts = whole_numbers(context, "--context")
-        adapter, _, directory = _setup(model, dtype, device, threads, tables)
+        adapter, _, directory = _setup(
+            model, dtype, device, threads, tables, _forwards_as(attention_backend, compiled, cuda_graphs)
+        )
         arguments = {"loads": grid[0], "block sizes": grid[1], "contexts": contexts, "repeats": repeats}
         arguments["threads"] = torch.get_num_threads()
         with _unfinished(directory, "profile", adapter, arguments) as unfinished:
@@ -120,6 +135,9 @@ def calibrate(
     tables: Tables = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
+    attention_backend: BackendOption = "auto",
+    compiled: CompileOption = False,
+    cuda_graphs: GraphsOption = False,
     threads: ThreadsOption = None,
 ) -> None:
     """
@@ -131,7 +149,9 @@ def calibrate(
         if figures:
             pictures.check_installed()
         texts = _prompts(prompts_file, prompts)
-        adapter, tokenizer, directory = _setup(model, dtype, device, threads, tables)
+        adapter, tokenizer, directory = _setup(
+            model, dtype, device, threads, tables, _forwards_as(attention_backend, compiled, cuda_graphs)
+        )
         ids = [chat_ids(tokenizer, text).to(adapter.device) for text in texts]
         costs = _costs(directory, adapter, policy_load) if on_policy else None
         arguments = {
@@ -164,14 +184,18 @@ def calibrate(
         _name_files([path, *drawn])
 
 
+def _forwards_as(attention_backend: str, compiled: bool, cuda_graphs: bool) -> ForwardConfig:
+    return ForwardConfig(attention_backend=attention_backend, compile=compiled, cuda_graphs=cuda_graphs)
+
+
 def _setup(
-    model: str, dtype: str, device: str, threads: int | None, tables: Path | None
+    model: str, dtype: str, device: str, threads: int | None, tables: Path | None, options: ForwardConfig
 ) -> tuple[ModelAdapter, Any, Path]:
     """Adapter, tokenizer, and the directory of the tables."""
     loaded, tokenizer = load(model, dtype, device)
     if threads:
         torch.set_num_threads(threads)
-    adapter = ModelAdapter.of(loaded)
+    adapter = ModelAdapter.of(loaded, options)
     return adapter, tokenizer, tables_directory(adapter, str(tables) if tables else None)
 
 

@@ -34,7 +34,17 @@ from . import benchmark, load_benchmark
 from .calibration import calibrate, profile
 from .doctor import diagnose
 from .loading import TINY, chat_ids, errors, load, readable_errors
-from .options import DeviceOption, DtypeOption, ModelOption, ThreadsOption, names, whole_numbers
+from .options import (
+    BackendOption,
+    CompileOption,
+    DeviceOption,
+    DtypeOption,
+    GraphsOption,
+    ModelOption,
+    ThreadsOption,
+    names,
+    whole_numbers,
+)
 from .simulate import simulate
 
 app = typer.Typer(
@@ -60,12 +70,16 @@ def generate(
     trace: Annotated[Path | None, typer.Option(help="Write every round to this JSONL file.")] = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
+    attention_backend: BackendOption = "auto",
+    compiled: CompileOption = False,
+    cuda_graphs: GraphsOption = False,
     trust_remote_code: Annotated[bool, typer.Option(help="Let the checkpoint's own code run.")] = False,
 ) -> None:
     """Answer one prompt, streaming."""
     with readable_errors():
         text = sys.stdin.read() if prompt == "-" else prompt
-        config = resolve_config(strategy, {"block_size": block_size})
+        forwards = {"attention_backend": attention_backend, "compile": compiled, "cuda_graphs": cuda_graphs}
+        config = resolve_config(strategy, {"block_size": block_size} | forwards)
         sampled = _sampling(temperature, top_p, top_k, seed)
         loaded, tokenizer = load(model, dtype, device, trust_remote_code)
         metrics = DecodeMetrics()

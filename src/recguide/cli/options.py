@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..config import ATTENTION_BACKENDS
 from ..errors import ConfigError
 from .loading import TINY
 
@@ -15,6 +16,11 @@ DtypeOption = Annotated[
     str, typer.Option(help="float32, bfloat16 or float16. Equality with plain decoding holds in float32.")
 ]
 DeviceOption = Annotated[str, typer.Option(help="As in device_map: cpu, cuda, auto.")]
+BackendOption = Annotated[
+    str, typer.Option(help=f"{', '.join(ATTENTION_BACKENDS)}; auto goes by the device and says why in the log.")
+]
+CompileOption = Annotated[bool, typer.Option("--compile", help="Run the model's forward through torch.compile.")]
+GraphsOption = Annotated[bool, typer.Option("--cuda-graphs", help="Replay forwards as CUDA graphs.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="torch threads; by default torch's own choice.")]
 
 

@@ -40,6 +40,26 @@ def adapter_rows(rows: Tensor | None) -> Iterator[None]:
         _rows.reset(token)
 
 
+class _Traced:
+    """The flags of a forward that is being compiled: torch's compiler follows attributes, and not context variables."""
+
+    on = False
+    rows: Tensor | None = None
+
+
+_traced = _Traced()
+
+
+@contextmanager
+def traced_adapter_rows(rows: Tensor | None) -> Iterator[None]:
+    """[`adapter_rows`] inside of a function that is compiled as a whole."""
+    _traced.on, _traced.rows = True, rows
+    try:
+        yield
+    finally:
+        _traced.on, _traced.rows = False, None
+
+
 class LoraDelta(nn.Module):
     """The low-rank term `scale * B(A(x))` of one linear layer. `x` is `[..., in]`, the result `[..., out]`."""
 
@@ -55,7 +75,8 @@ class LoraDelta(nn.Module):
 
 
 def _add_delta(linear: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-    rows = _rows.get()
+    # Whoever compiles the model alone has the compiler stop here, and go on with the flags of the call.
+    rows = _traced.rows if torch.compiler.is_compiling() and _traced.on else _rows.get()
     if rows is None:
         return None
     return output + linear.get_submodule(SUBMODULE)(args[0]) * rows.unsqueeze(-1).to(output)  # type: ignore[no-any-return]
