@@ -29,7 +29,7 @@ PAGE = 16
 SPLIT = 512
 """That of recguide's backend `triton`."""
 NLD_8B = NETWORKS[1]
-TOY = Network("toy", 32, 48, 2, heads=4, kv_heads=2, head_dim=16, vocabulary=5000, rank=4)
+TOY = Network("toy", 32, 48, 1, heads=2, kv_heads=1, head_dim=16, vocabulary=5000, rank=4)
 
 
 def network(clock: Clock) -> Network:
@@ -409,7 +409,7 @@ def attention_times(clock: Clock, net: Network, case: Case, setting: Row) -> Ite
     tokens, requests = case.packed.starts[1], case.packed.requests
     cost = attention_cost(net, requests, tokens, case.packed.prefix[0], case.seen // requests)
     setting = setting | {"bytes": cost.bytes, "operations": cost.operations}
-    heights = [case.rows()] if tokens * case.group < 128 else [case.rows(), 128]
+    heights = [case.rows()] if tokens * case.group <= 128 else [case.rows(), 128]
     for rows in heights:
         for split in (SPLIT, None, 256, 1024, 2048):
             if split is None or split < case.packed.prefix[0] or split == SPLIT:
