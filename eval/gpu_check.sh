@@ -3,4 +3,5 @@
 set -uo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
 export PYTHONPATH="$root/src:$root/kernels${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-exec timeout --kill-after=5 480 "${PYTHON:-python3}" "$root/eval/gpu_check.py" "$@"
+case " $* " in *" --dry-run "*) limit=3600 ;; *) limit=480 ;; esac
+exec timeout --kill-after=5 "$limit" "${PYTHON:-python3}" "$root/eval/gpu_check.py" "$@"

@@ -354,8 +354,8 @@ def commit_correct(clock: Clock) -> Iterator[Row]:
 
 
 def _verdict(name: str, error: float, allowed: float) -> Row:
-    # NaN is not below anything.
-    return {"case": name, "error": error, "allowed": allowed, "right": error <= allowed}
+    # NaN is not below anything, and JSON has none.
+    return {"case": name, "error": str(error) if error != error else error, "allowed": allowed, "right": error <= allowed}
 
 
 def correctness(clock: Clock) -> Iterator[Row]:

@@ -192,6 +192,36 @@ def weight_lines() -> Iterator[str]:
         yield f"| {network.name} | {weights / 1e9:.2f} | {network.kv_bytes / 1e3:.1f} |"
 
 
+def partial_bytes(network: Network, tokens: int, context: int, split: int, rows: int = 64) -> int:
+    """
+    Written and read again by one layer's attention of one request: what the ranges of a split prefix leave to be merged.
+
+    Args:
+        network (`Network`): its heads.
+        tokens, context (`int`): query and cached tokens.
+        split (`int`): cached tokens of a range.
+        rows (`int`, defaults to 64): height of a tile, in query tokens times the query heads of a key/value head.
+    """
+    group = network.heads // network.kv_heads
+    ranges, tiles = -(-context // split), -(-tokens // (rows // group))
+    return 0 if ranges == 1 else 2 * ranges * tiles * network.kv_heads * rows * (network.head_dim + 1) * 4
+
+
+def partial_lines() -> Iterator[str]:
+    """The table of what splitting costs."""
+    network, context = NETWORKS[1], 8192
+    yield "| split | 1 query token, MB | 16, MB | 64, MB | share of the bandwidth left at most: 1 | 16 | 64 |"
+    yield "|---|---|---|---|---|---|---|"
+    for split in (256, 512, 1024, 2048, 4096, context):
+        sizes, shares = [], []
+        for tokens, rows in ((1, 16), (16, 64), (64, 64)):
+            own = attention_cost(network, 1, tokens, context, 0).bytes
+            partial = partial_bytes(network, tokens, context, split, rows)
+            sizes.append(f"{partial / 1e6:.1f}")
+            shares.append(f"{own / (own + partial):.2f}")
+        yield f"| {split if split < context else 'none'} | {' | '.join(sizes + shares)} |"
+
+
 if __name__ == "__main__":
-    for lines in (weight_lines(), round_lines(), turning_lines()):
+    for lines in (weight_lines(), round_lines(), turning_lines(), partial_lines()):
         print(*lines, "", sep="\n")
