@@ -204,7 +204,9 @@ def bars(rows: dict[str, Rows]) -> list[Bar]:
             for (kind, requests, _), row in shipped.items()
             if copies and kind == name and requests == 64
         ]
-        what = f"segment attention, {name} rounds, C = 64, context 2048 to 8192: share of the copy's bandwidth, the least"
+        what = (
+            f"segment attention, {name} rounds, C = 64, context 2048 to 8192: share of the copy's bandwidth, the least"
+        )
         found.append(Bar(what, 0.7, True, min(shares, default=None)))
     short, long = (shipped.get((name, 1, 8192)) for name in ("verify", "fused"))
     what = "segment attention of 64 query tokens, C = 1, context 8192: times that of 16"
@@ -221,7 +223,11 @@ def bars(rows: dict[str, Rows]) -> list[Bar]:
         for row in rows.get("model", ())
         if row.get("forward") in ("fused", "verify")
     }
-    ratios = [ms / times["verify", context] for (name, context), ms in times.items() if name == "fused" and ("verify", context) in times]
+    ratios = [
+        ms / times["verify", context]
+        for (name, context), ms in times.items()
+        if name == "fused" and ("verify", context) in times
+    ]
     what = "one fused forward of 64 tokens, C = 1: times one of 16, the most"
     return [*found, Bar(what, 1.2, False, max(ratios, default=None))]
 
@@ -304,8 +310,12 @@ def _version(name: str) -> str | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0 if all parts are done, else 1; whether bars are reached does not change it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="a folder for the results; those of an earlier run are replaced")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU: runs every part, measures nothing")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="a folder for the results; those of an earlier run are replaced"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="tiny shapes on a CPU: runs every part, measures nothing"
+    )
     parser.add_argument("--parts", help=f"with commas; all by default: {','.join(part.name for part in PARTS)}")
     parser.add_argument("--part-here", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -313,7 +323,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return part_here(options.part_here, options.out, options.dry_run)
     names = options.parts.split(",") if options.parts else [part.name for part in PARTS]
     if unknown := set(names) - {part.name for part in PARTS}:
-        parser.error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(part.name for part in PARTS)}")
+        parser.error(
+            f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(part.name for part in PARTS)}"
+        )
     chosen = [part for part in PARTS if part.name in names]
     limit = LIMIT
     if options.dry_run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from gpu_clock import Clock, Row
@@ -64,7 +65,7 @@ class Case:
 
     def rows(self) -> int:
         starts = self.packed.starts
-        return tile_rows(max(b - a for a, b in zip(starts, starts[1:], strict=False)), self.group, self.query.dtype)
+        return tile_rows(max(b - a for a, b in pairwise(starts)), self.group, self.query.dtype)
 
     def work(self, split: int | None, rows: int | None = None) -> DeviceWork:
         height = self.rows() if rows is None else rows
@@ -308,8 +309,8 @@ def stats_correct(clock: Clock) -> Iterator[Row]:
 
 def noise_correct(clock: Clock) -> Iterator[Row]:
     """
-    The noise of each row, against its definition worked out in float64 on the host: with logits that are all 0 the scores are the noise, and
-    their softmax tells how high the two highest are.
+    The noise of each row, against its definition worked out in float64 on the host: where logits are all 0 the scores are the noise,
+    and their softmax tells how high the two highest are.
     """
     seeds, positions = [0, 2**64 - 1, 2**63, 12345], [0, 2**32 - 1, 2**31, 77]
     vocabulary = network(clock).vocabulary
@@ -347,7 +348,9 @@ def commit_correct(clock: Clock) -> Iterator[Row]:
     slots = 24 * PAGE
     caches = [torch.full((slots, *case.key_cache.shape[1:]), 7.0, dtype=torch.bfloat16, device=clock.device)] * 2
     got, expected = [cache.clone() for cache in caches], [cache.clone() for cache in caches]
-    kv_commit(case.keys, case.values, got[0], got[1], packed, commit_work(packed, torch.tensor(counts, device=clock.device)))
+    kv_commit(
+        case.keys, case.values, got[0], got[1], packed, commit_work(packed, torch.tensor(counts, device=clock.device))
+    )
     reference.kv_commit(case.keys, case.values, expected[0], expected[1], packed, counts)
     differing = sum(int((a != b).sum()) for a, b in zip(got, expected, strict=True))
     yield _verdict("kv_commit: numbers that differ", differing, 0)
@@ -355,7 +358,12 @@ def commit_correct(clock: Clock) -> Iterator[Row]:
 
 def _verdict(name: str, error: float, allowed: float) -> Row:
     # NaN is not below anything, and JSON has none.
-    return {"case": name, "error": str(error) if error != error else error, "allowed": allowed, "right": error <= allowed}
+    return {
+        "case": name,
+        "error": str(error) if error != error else error,
+        "allowed": allowed,
+        "right": error <= allowed,
+    }
 
 
 def correctness(clock: Clock) -> Iterator[Row]:
@@ -421,13 +429,12 @@ def attention_times(clock: Clock, net: Network, case: Case, setting: Row) -> Ite
         work_apart = apart.work(SPLIT)
         yield setting | {"way": "separate padded rows", "split": SPLIT, "ms": clock.ms(lambda: apart.run(work_apart))}
     query, mask = padded_query(case), masks(case)
-    keys, values = gathered(case, case.group)
+    laid_out = gathered(case, case.group)
 
     def sdpa(keys: Tensor, values: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, keys, values, mask, scale=case.scaling)
 
-    yield setting | {"way": "torch SDPA, keys and values laid out before", "ms": clock.ms(lambda: sdpa(keys, values))}
-    del keys, values
+    yield setting | {"way": "torch SDPA, keys and values laid out before", "ms": clock.ms(lambda: sdpa(*laid_out))}
     ms = clock.ms(lambda: sdpa(*gathered(case, case.group)))
     yield setting | {"way": "torch SDPA from pages", "ms": ms}
 

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,11 @@ class Stage:
     ) -> Any:
         return kind.of(self.model, ForwardConfig(attention_backend=backend, cuda_graphs=cuda_graphs))
 
-    def run(
-        self, adapter: ModelAdapter, requests: int, context: int, segments: Sequence[Segment]
+    @contextmanager
+    def batch(
+        self, requests: int, context: int, segments: Sequence[Segment]
     ) -> Iterator[tuple[list[list[Segment]], PagedBatch]]:
-        """For as long as it is held: the segments of so many requests with such a prefix, and their cache."""
+        """Inside: the segments of so many requests with a prefix of `context` tokens each, and their cache."""
         tables = [self.pool.new_table([]) for _ in range(requests)]
         for table in tables:
             assert table.reserve(context)
@@ -104,16 +106,14 @@ class Stage:
 
     def forward_ms(self, adapter: ModelAdapter, requests: int, context: int, segments: Sequence[Segment]) -> float:
         """Milliseconds of the device for the model's forward, the logits of the segments' outputs included."""
-        for rows, kv in self.run(adapter, requests, context, segments):
+        with self.batch(requests, context, segments) as (rows, kv):
             plan = pack(rows, kv.lengths, self.clock.device)
-            ms = self.clock.ms(adapter.forwards.prepare(plan, kv))
-        return ms
+            return self.clock.ms(adapter.forwards.prepare(plan, kv))
 
     def round_ms(self, adapter: ModelAdapter, context: int, segments: Sequence[Segment]) -> float:
         """Milliseconds of the host from the segments of one request to its predictions."""
-        for rows, kv in self.run(adapter, 1, context, segments):
-            ms = self.clock.wall_ms(lambda: adapter.forward(rows, kv, 2, entropies=True))  # noqa: B023 - it runs at once
-        return ms
+        with self.batch(1, context, segments) as (rows, kv):
+            return self.clock.wall_ms(lambda: adapter.forward(rows, kv, 2, entropies=True))
 
 
 def tokens(count: int) -> list[int]:
@@ -124,7 +124,9 @@ def tokens(count: int) -> list[int]:
 def segments(adapter: ModelAdapter, context: int, block: int = BLOCK) -> dict[str, list[Segment]]:
     """The forwards of a round behind `context` cached tokens."""
     verify = adapter.causal(tokens(block), context)
-    branches = [adapter.block([1000, *[None] * (block - 1)], context + depth, depth) for depth in DEPTHS if depth < block]
+    branches = [
+        adapter.block([1000, *[None] * (block - 1)], context + depth, depth) for depth in DEPTHS if depth < block
+    ]
     continuation = adapter.block([None] * block, context + block, block)
     return {
         "fused": [verify, *branches, continuation],
@@ -174,13 +176,14 @@ def rounds(stage: Stage, contexts: Sequence[int]) -> Iterator[Row]:
 
 
 def loads(stage: Stage, counts: Sequence[int], sizes: Sequence[int], history: int) -> Iterator[Row]:
-    """T_C(B): device time of the draft and the verification of C requests with blocks of B, and of the fused forward."""
+    """T_C(B): device time of the draft and the verification of C requests with blocks of B; of fused forwards while they are small."""
     adapter = stage.adapter()
     for size in sizes:
         for requests in counts:
             row: Row = {"requests": requests, "block_size": size, "history": history}
             for name, of_round in segments(adapter, history, size).items():
-                row[name] = stage.forward_ms(adapter, requests, history, of_round)
+                if name != "fused" or requests * size <= 512:
+                    row[name] = stage.forward_ms(adapter, requests, history, of_round)
             yield row
 
 
@@ -279,51 +282,59 @@ def decode(
     return seconds
 
 
-def record(strategy: str, new_tokens: int, path: Path) -> list[tuple[list[int], list[RoundRecord]]]:
-    """Prompts and rounds of the embedded model on the CPU, through a trace on disk."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_path(), dtype=torch.float32, use_safetensors=True).eval()
-    tokenizer = AutoTokenizer.from_pretrained(tiny_path())
-    adapter = ModelAdapter.of(model, ForwardConfig(attention_backend="torch_sdpa"))
-    eos = ends(model)
-    method = method_of(RecGuideConfig(strategy=strategy, block_size=BLOCK), eos, adapter)
-    found = []
-    with installed(model):
-        for name, text in EXAMPLES.items():
-            messages = [{"role": "user", "content": text}]
-            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-            trace = path / f"{strategy}-{name}.jsonl"
-            with TraceWriter(trace) as writer:
-                decode(adapter, PagePool(64, PAGE), prompt, new_tokens, method, eos, writer)
-            rounds = [event for _, event in read_trace(trace) if isinstance(event, RoundRecord)]
-            found.append((list(prompt), rounds))
-    return found
+Recorded = list[tuple[list[int], list[RoundRecord]]]
+"""Prompts with their rounds."""
 
 
-def ends(model: Any) -> frozenset[int]:
-    eos = model.generation_config.eos_token_id or model.config.eos_token_id
-    return frozenset([eos] if isinstance(eos, int) else eos)
+class Embedded:
+    """The embedded model on the CPU, whose rounds are recorded."""
+
+    def __init__(self) -> None:
+        model = AutoModelForCausalLM.from_pretrained(tiny_path(), dtype=torch.float32, use_safetensors=True).eval()
+        self.adapter = ModelAdapter.of(model, ForwardConfig(attention_backend="torch_sdpa"))
+        eos = model.generation_config.eos_token_id or model.config.eos_token_id
+        self.eos = frozenset([eos] if isinstance(eos, int) else eos)
+        tokenizer = AutoTokenizer.from_pretrained(tiny_path())
+        chats = ([{"role": "user", "content": text}] for text in EXAMPLES.values())
+        self.prompts: list[list[int]] = [
+            tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+            for chat in chats
+        ]
+
+    def record(self, config: RecGuideConfig, new_tokens: int, folder: Path) -> Recorded:
+        """Decode the example prompts, by way of traces on disk."""
+        method, found = method_of(config, self.eos, self.adapter), []
+        with installed(self.adapter.model):
+            for number, prompt in enumerate(self.prompts):
+                trace = folder / f"{config.strategy}-{number}.jsonl"
+                with TraceWriter(trace) as writer:
+                    decode(self.adapter, PagePool(64, PAGE), prompt, new_tokens, method, self.eos, writer)
+                found.append((prompt, [event for _, event in read_trace(trace) if isinstance(event, RoundRecord)]))
+        return found
 
 
 def end_to_end(clock: Clock) -> Iterator[Row]:
     """Tokens a second of one request, with the embedded model's acceptance: every forward is run, what it predicts is replaced."""
     new_tokens, context = (24, 120) if clock.dry_run else (96, SHORT)
-    net = network(clock)
-    stage = Stage(net, clock, context + new_tokens + 2 * 4 * BLOCK + PAGE)
+    net, embedded = network(clock), Embedded()
+    configs = [RecGuideConfig(strategy=strategy, block_size=BLOCK) for strategy in ("recguide", "linear", "ar")]
     with tempfile.TemporaryDirectory() as folder:
-        recorded = {name: record(name, new_tokens, Path(folder)) for name in ("recguide", "linear", "ar")}
+        recorded = [embedded.record(config, new_tokens, Path(folder)) for config in configs]
+    stage = Stage(net, clock, context + new_tokens + 2 * 4 * BLOCK + PAGE)
     with installed(stage.model):
         for graphs in (False,) if clock.dry_run else (True, False):
             # A dry run has the interpreter at work elsewhere.
             adapter = stage.adapter(Replay, graphs, "torch_sdpa" if clock.dry_run else "triton")
-            for strategy, requests in recorded.items():
-                requests = requests[:1] if clock.dry_run else requests
-                method = method_of(RecGuideConfig(strategy=strategy, block_size=BLOCK), frozenset(), adapter)
-                passes = [replayed(adapter, stage.pool, requests, context, method) for _ in range(2)]
+            for config, requests in zip(configs, recorded, strict=True):
+                method = method_of(config, embedded.eos, adapter)
                 # In the first pass kernels are compiled and graphs captured.
-                seconds, observed = passes[-1]
+                for _ in range(2):
+                    seconds, observed = replayed(
+                        adapter, stage.pool, requests, context, new_tokens, method, embedded.eos
+                    )
                 committed = sum(len(record.committed) for record in observed.rounds)
                 yield {
-                    "strategy": strategy,
+                    "strategy": config.strategy,
                     "cuda_graphs": graphs,
                     "context": context,
                     "tokens": committed,
@@ -338,23 +349,20 @@ def end_to_end(clock: Clock) -> Iterator[Row]:
 def replayed(
     adapter: Replay,
     pool: PagePool,
-    requests: Sequence[tuple[list[int], list[RoundRecord]]],
+    requests: Recorded,
     context: int,
+    new_tokens: int,
     method: Method,
+    eos: frozenset[int],
 ) -> tuple[float, Observed]:
     """Seconds of the rounds of recorded requests behind prompts of `context` tokens, and what happened."""
     seconds, observed = 0.0, Observed()
     for prompt, recorded in requests:
-        ended = recorded[-1].outcome.value == "stopped"
-        total = 1 + sum(len(record.committed) for record in recorded)
-        last = recorded[-1].committed[-1]
         longer = [*tokens(max(context - len(prompt), 0)), *prompt][-context:]
-        adapter.rounds, adapter._round = recorded, None
         before = len(observed.rounds)
-        eos = frozenset([last]) if ended else frozenset()
-        seconds += decode(adapter, pool, longer, total, method, eos, observed)
+        adapter.rounds = recorded
+        seconds += decode(adapter, pool, longer, new_tokens, method, eos, observed)
         for got, was in zip(observed.rounds[before:], recorded, strict=True):
             same = (got.committed, got.outcome, got.hit, got.draft) == (was.committed, was.outcome, was.hit, was.draft)
             assert same, f"round {was.index} went {got.outcome}, and was recorded as {was.outcome}"
     return seconds, observed
-

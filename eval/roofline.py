@@ -160,7 +160,10 @@ def round_lines() -> Iterator[str]:
         for requests in (1, 8, 64):
             for context in (1024, 8192):
                 cells = [network.name, str(requests), str(context)]
-                for forwards in ((fused_round(network, requests, context),), two_forward_round(network, requests, context)):
+                for forwards in (
+                    (fused_round(network, requests, context),),
+                    two_forward_round(network, requests, context),
+                ):
                     cells.append(f"{sum(cost.bytes for cost in forwards) / 1e9:.1f}")
                     cells.append(f"{sum(cost.operations for cost in forwards) / 1e12:.2f}")
                     cells += [_floor(forwards, chip) for chip in CHIPS]

@@ -64,7 +64,7 @@ def test_the_budgets_of_all_parts_fit_the_whole(check: ModuleType) -> None:
     assert sum(part.seconds for part in check.PARTS) + check.RESERVE <= check.LIMIT == 480
     script = (EVAL / "gpu_check.sh").read_text(encoding="utf-8")
     assert f"*) limit={check.LIMIT:.0f} ;; esac" in script
-    assert f"--dry-run \"*) limit={check.DRY_LIMIT:.0f} ;;" in script
+    assert f'--dry-run "*) limit={check.DRY_LIMIT:.0f} ;;' in script
 
 
 def test_a_part_that_takes_too_long_leaves_the_others_their_time(check: ModuleType) -> None:
