@@ -278,12 +278,12 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def surroundings(dry_run: bool) -> dict[str, Any]:
-    """What the figures depend on."""
+def surroundings(dry_run: bool, commit: str | None) -> dict[str, Any]:
+    """What the figures depend on; the commit is git's to say, unless it is given."""
     return {
         "dry_run": dry_run,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": _output("git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"),
+        "commit": commit or _output("git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"),
         "driver": _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
         "versions": {
             "python": sys.version.split()[0],
@@ -317,6 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--dry-run", action="store_true", help="tiny shapes on a CPU: runs every part, measures nothing"
     )
     parser.add_argument("--parts", help=f"with commas; all by default: {','.join(part.name for part in PARTS)}")
+    parser.add_argument("--commit", help="of the sources, where they were copied without their git repository")
     parser.add_argument("--part-here", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.part_here:
@@ -332,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen, limit = [replace(part, seconds=DRY_LIMIT) for part in chosen], DRY_LIMIT
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "rows.jsonl").unlink(missing_ok=True)
-    setting = surroundings(options.dry_run)
+    setting = surroundings(options.dry_run, options.commit)
 
     def run(part: Part, seconds: float) -> Outcome:
         print(f"{part.name} ...", flush=True)

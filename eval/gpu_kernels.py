@@ -389,7 +389,7 @@ def machine(clock: Clock) -> Iterator[Row]:
             "memory_bytes": found.total_memory,
         }
     yield row
-    numbers = 1 << (12 if clock.dry_run else 31)
+    numbers = 1 << (12 if clock.dry_run else 30)
     source = torch.empty(numbers, dtype=torch.bfloat16, device=clock.device).normal_()
     target = torch.empty_like(source)
     ms = clock.ms(lambda: target.copy_(source))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -327,7 +328,9 @@ def test_turning_points(roofline: ModuleType) -> None:
     assert roofline.turning_point(net, slow, 1024, 16) == 0
 
 
-def test_the_tables_of_the_documentation_are_what_the_script_prints(roofline: ModuleType) -> None:
+def test_the_tables_of_the_documentation_are_what_the_scripts_say(roofline: ModuleType, check: ModuleType) -> None:
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    for part in check.PARTS:
+        assert re.search(rf"^\| `{part.name}` \| .* \| {part.seconds:.0f} \|$", page, flags=re.MULTILINE), part.name
     for lines in (roofline.weight_lines(), roofline.round_lines(), roofline.turning_lines(), roofline.partial_lines()):
         assert "\n".join(lines) in page
