@@ -37,15 +37,17 @@ def commit_work(packed: PackedRound, counts: Tensor, limit: int | None = None) -
     Args:
         packed (`PackedRound`): its tables have room for what is committed.
         counts (`torch.Tensor`): integers `[R]` on the caches' device, where they may stay: how many tokens of each request to copy, from 0
-            to those it has in the forward.
+            to those it has in the forward. Contiguous.
         limit (`int`, *optional*): no count is above this; by default the tokens of the longest request.
 
     Raises:
-        ValueError: as many counts as requests were not given.
+        ValueError: as many counts as requests were not given, or they are not contiguous.
     """
     requests = packed.requests
     if counts.shape != (requests,):
         raise ValueError(f"counts must be {(requests,)}, one a request; got {tuple(counts.shape)}.")
+    if not counts.is_contiguous():
+        raise ValueError(f"counts must be contiguous; their stride is {counts.stride(0)}.")
     longest = max((packed.starts[r + 1] - packed.starts[r] for r in range(requests)), default=0)
     places = torch.tensor([[packed.starts[r], packed.prefix[r]] for r in range(requests)], dtype=torch.int32)
     return CommitWork(places.to(counts.device), counts, longest if limit is None else min(limit, longest))
@@ -60,21 +62,23 @@ def kv_commit(
     Args:
         keys, values (`torch.Tensor`): `[G, T, D]`, of the packed tokens, D contiguous.
         key_cache, value_cache (`torch.Tensor`): `[N, G, D]`, written; D contiguous.
-        packed (`PackedRound`): the tables and their page size.
+        packed (`PackedRound`): the tables, with contiguous rows, and their page size.
         work (`CommitWork`): of [`commit_work`].
 
     Raises:
-        ValueError: shapes do not fit, or D is not contiguous.
+        ValueError: shapes do not fit, or what must be contiguous is not.
     """
     for name, new, cache in (("keys", keys, key_cache), ("values", values, value_cache)):
         if (new.shape[0], new.shape[2]) != cache.shape[1:]:
             raise ValueError(f"{name} {tuple(new.shape)} do not fit a cache of {tuple(cache.shape)}.")
         if new.stride(2) != 1 or cache.stride(2) != 1:
             raise ValueError(f"{name} and their cache must be contiguous in D.")
+    if packed.tables.stride(-1) != 1:
+        raise ValueError(f"packed.tables must have contiguous rows; its strides are {packed.tables.stride()}.")
     if not work.limit:
         return
-    grid = (packed.requests, keys.shape[0], triton.cdiv(work.limit, BLOCK_TOKENS))
     for new, cache in ((keys, key_cache), (values, value_cache)):
+        grid = (packed.requests, new.shape[0], triton.cdiv(work.limit, BLOCK_TOKENS))
         commit_kernel[grid](
             new,
             cache,

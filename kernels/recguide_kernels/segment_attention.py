@@ -63,7 +63,8 @@ def segment_attention(
         query (`torch.Tensor`): `[H, T, D]` of float32, bfloat16 or float16, D contiguous, a multiple of 8 up to 256.
         keys, values (`torch.Tensor`): `[G, T, D]` of the same dtype, D contiguous.
         key_cache, value_cache (`torch.Tensor`): `[N, G, D]` of the same dtype, D contiguous.
-        packed (`PackedRound`): who sees what; its tensors are on the device. Its `starts` and `prefix` have gone into the plan.
+        packed (`PackedRound`): who sees what; its tensors are on the device, with contiguous rows. Its `starts` and `prefix` have gone
+            into the plan.
         scaling (`float`): factor of the scores.
         work (`DeviceWork`): of [`work.plan`].
 
@@ -73,7 +74,7 @@ def segment_attention(
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
     """
-    _check(query, keys, values, key_cache, value_cache, work.rows)
+    _check(query, keys, values, key_cache, value_cache, packed, work.rows)
     heads, tokens, size = query.shape
     kv_heads = keys.shape[0]
     group, width = heads // kv_heads, block_d(size)
@@ -132,7 +133,15 @@ def block_d(head_dim: int) -> int:
     return max(16, power_of_two(head_dim))
 
 
-def _check(query: Tensor, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, rows: int) -> None:
+def _check(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    packed: PackedRound,
+    rows: int,
+) -> None:
     heads, tokens, size = query.shape
     kv_heads = keys.shape[0]
     if size % 8 or not 8 <= size <= 256:
@@ -151,6 +160,11 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, key_cache: Tensor, value
             raise ValueError(f"all must have one dtype of float32, bfloat16, float16; {name} has {tensor.dtype}.")
         if tensor.stride(2) != 1:
             raise ValueError(f"{name} must be contiguous in D; its strides are {tensor.stride()}.")
+    if tokens and packed.visible.shape != (tokens, 4):
+        raise ValueError(f"packed.visible must be {(tokens, 4)}; got {tuple(packed.visible.shape)}.")
+    for name, tensor in (("visible", packed.visible), ("tables", packed.tables)):
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"packed.{name} must have contiguous rows; its strides are {tensor.stride()}.")
 
 
 @triton.jit

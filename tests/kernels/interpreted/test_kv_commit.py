@@ -98,3 +98,8 @@ def test_refuses() -> None:
             packed,
             commit_work(packed, torch.tensor([1])),
         )
+    with pytest.raises(ValueError, match="counts must be contiguous"):
+        commit_work(PackedRound((0, 2, 4), (1, 1), NO_INTERVALS, torch.tensor([[0], [0]]), 16), torch.ones(4)[::2])
+    wide = PackedRound((0, 4), (1,), NO_INTERVALS, torch.tensor([[0, 0, 1, 0]])[:, ::2], 16)
+    with pytest.raises(ValueError, match="contiguous rows"):
+        kv_commit(keys, values, key_cache, value_cache, wide, commit_work(wide, torch.tensor([1])))

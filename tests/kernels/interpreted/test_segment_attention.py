@@ -341,5 +341,13 @@ def test_refuses() -> None:
         replace(case, values=case.values.half()).run(work)
     with pytest.raises(ValueError, match="contiguous in D"):
         replace(case, value_cache=case.value_cache.transpose(0, 2).contiguous().transpose(0, 2)).run(work)
+    turned = case.packed.visible.t().contiguous().t()
+    with pytest.raises(ValueError, match=r"packed\.visible must have contiguous rows"):
+        replace(case, packed=replace(case.packed, visible=turned)).run(work)
+    tables = case.packed.tables.repeat(1, 2)[:, ::2]
+    with pytest.raises(ValueError, match=r"packed\.tables must have contiguous rows"):
+        replace(case, packed=replace(case.packed, tables=tables)).run(work)
+    with pytest.raises(ValueError, match=r"packed\.visible must be \(2, 4\)"):
+        replace(case, packed=replace(case.packed, visible=case.packed.visible[:1])).run(work)
     with pytest.raises(ValueError, match="do not hold a group"):
         replace(case, query=case.query.repeat(6, 1, 1)).run(work)
