@@ -195,7 +195,7 @@ def bars(rows: dict[str, Rows]) -> list[Bar]:
     shipped = {
         (row["round"], row["requests"], row["context"]): row
         for row in attention
-        if row["split"] == 512 and row["rows"] <= 64
+        if row["split"] == 2048 and row["rows"] <= 64
     }
     found = []
     for name in ("verify", "fused"):

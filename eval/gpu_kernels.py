@@ -28,7 +28,7 @@ FUSED: list[Shape] = [(BLOCK, CAUSAL, 0), (BLOCK, BOTH, 4), (BLOCK, BOTH, 8), (B
 """A verified block with two corrections and a continuation: the shape that docs/kernels.md counts."""
 ROUNDS: dict[str, list[Shape]] = {"fused": FUSED, "verify": FUSED[:1], "single": [(1, CAUSAL, 0)]}
 PAGE = 16
-SPLIT = 512
+SPLIT = 2048
 """That of recguide's backend `triton`."""
 NLD_8B = NETWORKS[1]
 TOY = Network("toy", 32, 48, 1, heads=2, kv_heads=1, head_dim=16, vocabulary=5000, rank=4)
@@ -424,7 +424,7 @@ def attention_times(clock: Clock, net: Network, case: Case, setting: Row) -> Ite
     setting = setting | {"bytes": cost.bytes, "operations": cost.operations}
     heights = [case.rows()] if tokens * case.group <= 128 else [case.rows(), 128]
     for rows in heights:
-        for split in (SPLIT,) if clock.dry_run else (SPLIT, None, 256, 1024, 2048):
+        for split in (SPLIT,) if clock.dry_run else (SPLIT, None, 256, 512, 1024):
             if split is None or split < case.packed.prefix[0] or split == SPLIT:
                 work = case.work(split, rows)
                 ms = clock.ms(lambda: case.run(work))  # noqa: B023 - it runs at once

@@ -166,7 +166,7 @@ def test_lines_cut_off_in_writing_are_left_out(check: ModuleType, tmp_path: Path
 
 def attention_row(kind: str, requests: int, context: int, ms: float, **changes: Any) -> dict[str, Any]:
     row = {"way": "segment_attention", "round": kind, "requests": requests, "context": context, "ms": ms}
-    return row | {"split": 512, "rows": 64, "bytes": 400.0} | changes
+    return row | {"split": 2048, "rows": 64, "bytes": 400.0} | changes
 
 
 def test_bars(check: ModuleType) -> None:
@@ -225,7 +225,7 @@ def test_the_backend_that_is_judged_is_the_one_that_is_shipped(check: ModuleType
     from recguide.attention.triton import SPLIT
     from recguide_kernels.work import MAX_ROWS
 
-    assert gpu_kernels.SPLIT == SPLIT == 512
+    assert gpu_kernels.SPLIT == SPLIT == 2048
     assert MAX_ROWS == 64
 
 

@@ -16,9 +16,9 @@ from recguide_kernels.work import plan as plan_work
 from ..dense_kv import KVCache, Pages
 from ..segments import Plan
 
-SPLIT = 512
-"""Prefix tokens of a work item: fixed, so that a row's bits do not depend on its neighbours, and short enough to give a device
-work where one request has a long prefix."""
+SPLIT = 2048
+"""Prefix tokens of a work item: fixed, so that a row's bits do not depend on its neighbours. Short enough to give a device work
+where one request has a long prefix, and long enough that partial results do not take the bandwidth of K/V (docs/kernels.md)."""
 
 
 @dataclass(frozen=True)
