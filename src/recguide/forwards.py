@@ -110,7 +110,7 @@ def _program(
 @lru_cache
 def _compiled() -> Callable[..., Tensor]:
     # Made when first used: torch's compiler takes seconds to import. A second program for a model is an error, not a slow way on.
-    return torch.compile(_program, dynamic=True, fullgraph=True)  # type: ignore[no-any-return]
+    return torch.compile(_program, dynamic=True, fullgraph=True)
 
 
 def compile_problem(device: torch.device) -> RecGuideError | None:
