@@ -90,7 +90,7 @@ def right_drafts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], None]:
     def dictate(sequence: Tensor) -> None:
         script = dict(enumerate(sequence[0].tolist()))
         monkeypatch.setattr(
-            recguide.hf_call, "ModelAdapter", lambda model, _: ScriptedDrafts(model, lambda at: script.get(at, 7))
+            recguide.hf_call.ModelAdapter, "of", lambda model, _: ScriptedDrafts(model, lambda at: script.get(at, 7))
         )
 
     return dictate
@@ -469,7 +469,7 @@ def test_a_criterion_that_stops_before_a_later_eos_is_the_reason(
     at = next(i for i in range(6, 14) if free[0][i] not in free[0][:i] and free[0][i] not in free[1][:14])
     script = dict(enumerate(ids[0].tolist() + free[0]))
     monkeypatch.setattr(
-        recguide.hf_call, "ModelAdapter", lambda model, _: ScriptedDrafts(model, lambda place: script[place])
+        recguide.hf_call.ModelAdapter, "of", lambda model, _: ScriptedDrafts(model, lambda place: script[place])
     )
     record = Record()
     output = model.generate(

@@ -105,7 +105,7 @@ def test_counters_know_of_tokens_that_were_taken_back(monkeypatch: pytest.Monkey
     prompts = torch.tensor([[3, 7, 9, 2], [4, 6, 8, 4]])
     text = MODEL.generate(prompts, **OPTIONS, suppress_tokens=[MASK])[1].tolist()
     drafts = ScriptedDrafts(MODEL, lambda position: text[position] if position < len(text) else 1)
-    monkeypatch.setattr("recguide.hf_call.ModelAdapter", lambda *_: drafts)
+    monkeypatch.setattr("recguide.hf_call.ModelAdapter.of", lambda *_: drafts)
     output = MODEL.generate(
         prompts,
         **OPTIONS,

@@ -305,7 +305,7 @@ def right_drafts(monkeypatch: pytest.MonkeyPatch, sequence: Sequence[int]) -> No
     """Draft this sequence, so that acceptance jumps over whatever an option does inside a block."""
     script = dict(enumerate(sequence))
     monkeypatch.setattr(
-        recguide.hf_call, "ModelAdapter", lambda model, _: ScriptedDrafts(model, lambda at: script.get(at, 7))
+        recguide.hf_call.ModelAdapter, "of", lambda model, _: ScriptedDrafts(model, lambda at: script.get(at, 7))
     )
 
 

@@ -40,8 +40,8 @@ def right_drafts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], None]:
     def dictate(sequence: Tensor) -> None:
         script = dict(enumerate(sequence[0].tolist()))
         monkeypatch.setattr(
-            recguide.hf_call,
-            "ModelAdapter",
+            recguide.hf_call.ModelAdapter,
+            "of",
             lambda model, _: ScriptedDrafts(model, lambda at: 7 if at % 11 == 0 else script.get(at, 7)),
         )
 

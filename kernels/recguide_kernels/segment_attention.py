@@ -42,7 +42,7 @@ def tiling(rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     """
     width = block_d(head_dim)
     if dtype.itemsize == 4:
-        return Tiling(keys=16, num_warps=8, num_stages=1)
+        return Tiling(keys=16, num_warps=8 if rows <= 16 else 16, num_stages=1)
     return Tiling(keys=64 if width <= 128 else 32, num_warps=4 if rows <= 32 and width <= 128 else 8, num_stages=2)
 
 
@@ -123,9 +123,14 @@ def segment_attention(
             HEAD_DIM=size,
             ROWS=work.rows,
             BLOCK_D=width,
-            num_warps=8,
+            num_warps=merge_warps(work.rows, width),
         )
     return out
+
+
+def merge_warps(rows: int, width: int) -> int:
+    """Warps of a merge of tiles `[rows, width]` in which no registers spill."""
+    return 4 if rows * width <= 1024 else 8
 
 
 def block_d(head_dim: int) -> int:

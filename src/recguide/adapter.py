@@ -20,7 +20,7 @@ from .config import ForwardConfig
 from .dense_kv import KVCache
 from .errors import CheckpointError, UnsupportedError
 from .forwards import Forwards, forwards_of
-from .paged_kv import head_size
+from .paged_kv import head_dims
 from .ranking import rank
 from .sampling import Predicted, Sampling
 from .segments import Plan, Segment, pack
@@ -121,7 +121,7 @@ class ModelAdapter:
         """
         options = ForwardConfig() if options is None else options
         device = device_of(model)
-        work = Work(device, model.dtype, frozenset({head_size(model.config)}))
+        work = Work(device, model.dtype, head_dims(model.config))
         backend = resolve_backend(options.attention_backend, work)
         return cls(model, backend, forwards=forwards_of(model, backend, options, device))
 

@@ -138,7 +138,7 @@ class DenseKV:
     def pages(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> Pages:
         self._make_room(layer, _end(plan), keys, values)
         memory = self._keys[layer], self._values[layer]
-        rows, heads, capacity, size = memory[0].shape
+        rows, heads, capacity, _ = memory[0].shape
         page_size = self.page_size
         # A row's heads lie one behind the other, so a row's pages follow each other, and its heads are a stretch apart.
         if (keys.device, heads, capacity) not in self._tables:
@@ -146,7 +146,10 @@ class DenseKV:
             tables = (first + torch.arange(capacity // page_size)).to(torch.int32)
             self._tables[keys.device, heads, capacity] = tables.to(keys.device)
         slots = (rows * heads - heads + 1) * capacity
-        flat = [stored.as_strided((slots, heads, size), (size, capacity * size, 1)) for stored in memory]
+        flat = [
+            stored.as_strided((slots, heads, size), (size, capacity * size, 1))
+            for stored, size in ((stored, stored.shape[3]) for stored in memory)
+        ]
         return Pages(flat[0], flat[1], self._tables[keys.device, heads, capacity], page_size)
 
     def store(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> None:

@@ -109,8 +109,8 @@ def _program(
 
 @lru_cache
 def _compiled() -> Callable[..., Tensor]:
-    # Made when first used: torch's compiler takes seconds to import. A second program for a model is an error, not a slow way on.
-    return torch.compile(_program, dynamic=True, fullgraph=True)  # type: ignore[no-any-return]
+    # Made when first used: torch's compiler takes seconds to import. What cannot be compiled as a whole is an error, not a slow way on.
+    return torch.compile(_program, dynamic=True, fullgraph=True)
 
 
 def compile_problem(device: torch.device) -> RecGuideError | None:

@@ -206,6 +206,14 @@ def head_size(config: PreTrainedConfig) -> int:
     return size
 
 
+def head_dims(config: PreTrainedConfig) -> frozenset[int]:
+    """D of a model's queries and keys, and of its values: one, but for multi-head latent attention."""
+    text = config.get_text_config()
+    if getattr(text, "v_head_dim", None) is None:
+        return frozenset({head_size(text)})
+    return frozenset({text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim})
+
+
 def _memory(slots: int, like: Tensor) -> Tensor:
     """Not cleared, which would take long and touch every page, but for the last slot, which padded reads go to."""
     memory = torch.empty((slots, like.shape[0], like.shape[2]), dtype=like.dtype, device=like.device)

@@ -132,7 +132,8 @@ def test_merge(capability: int, dtype: torch.dtype, size: int, tmp_path: Path) -
     rows, width = tile_rows(64, 4, dtype), segment_attention.block_d(size)
     types = {"partial_out": "*fp32", "partial_lse": "*fp32", "out": f"*{TYPES[dtype]}", "merges": "*i32"}
     constants: dict[str, object] = {"GROUP": 4, "HEAD_DIM": size, "ROWS": rows, "BLOCK_D": width}
-    compiled(segment_attention.merge_kernel, capability, tmp_path, types, constants, num_warps=8)
+    warps = segment_attention.merge_warps(rows, width)
+    compiled(segment_attention.merge_kernel, capability, tmp_path, types, constants, num_warps=warps)
 
 
 @pytest.mark.parametrize("noise", [False, True])

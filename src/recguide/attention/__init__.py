@@ -80,6 +80,11 @@ def backend_problem(name: str, work: Work) -> RecGuideError | None:
         return UnsupportedError(
             f"it computes in {names}, and the model in {str(work.dtype).removeprefix('torch.')}: use torch_sdpa"
         )
+    if len(work.head_dims) > 1:
+        found = " and ".join(map(str, sorted(work.head_dims)))
+        return UnsupportedError(
+            f"keys and values must have heads of one size, and the model's have {found}: use torch_sdpa"
+        )
     if strange:
         return UnsupportedError(f"its head size must be {sizes}, and the model's is {min(strange)}: use torch_sdpa")
     return None
