@@ -139,5 +139,5 @@ def dense_mask(plan: Plan, rows: Sequence[int]) -> Tensor:
     prefix, start = torch.tensor(spans, device=device)[:, :, None, None]
     packed_key = key - prefix + start
     a0, a1, b0, b1 = plan.visible[torch.tensor(_padded(plan, rows), device=device)].unsqueeze(-1).unbind(-2)
-    mask = (key < prefix) | ((packed_key >= a0) & (packed_key < a1)) | ((packed_key >= b0) & (packed_key < b1))
+    mask: Tensor = (key < prefix) | ((packed_key >= a0) & (packed_key < a1)) | ((packed_key >= b0) & (packed_key < b1))
     return mask[:, None]
