@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigError
-from .loading import TINY
+from ..loading import TINY
 
 ModelOption = Annotated[str, typer.Option("--model", help=f"{TINY} (embedded), a directory, or a hub name.")]
 DtypeOption = Annotated[
