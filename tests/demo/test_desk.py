@@ -162,7 +162,9 @@ def test_the_race_puts_all_on_one_clock(desk: Desk, model: Model) -> None:
 
 
 def test_users_in_a_closed_loop(model: Model) -> None:
-    looks = list(load.LoadRun(model.model, model.tokenizer, "linear-8", "bucketed", users=2, requests=4, max_new_tokens=24))
+    looks = list(
+        load.LoadRun(model.model, model.tokenizer, "linear-8", "bucketed", users=2, requests=4, max_new_tokens=24)
+    )
     last = looks[-1]
     assert last.figures is not None
     assert last.figures["contender"] == "linear-8 bucketed"

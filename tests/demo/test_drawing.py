@@ -11,8 +11,9 @@ import pytest
 from recguide.demo.answer import answer_html, counters_html, legend, notice
 from recguide.demo.drawing import detail, picture, round_svg, shown, strip
 from recguide.demo.figures import stack
-from recguide.demo.timeline import Came, Counts, Step, Timeline, timelines
+from recguide.demo.timeline import Came, Counts, Step, timelines
 from recguide.structs import Branch, BranchKind, BranchRecord, Outcome
+from recguide.trace import Record
 
 from .test_timeline import EVENTS, FULL, draft, forward, only, text_of
 
@@ -98,7 +99,7 @@ def test_cells_do_not_overlap_and_lie_inside(number: int) -> None:
     found, root = boxes(svg), ET.fromstring(svg)
     width, height = float(root.get("width", "0")), float(root.get("height", "0"))
     for i, (_, x, y, w, h) in enumerate(found):
-        assert 0 <= x
+        assert x >= 0
         assert x + w <= width
         assert y + h <= height
         for _, x2, y2, w2, h2 in found[i + 1 :]:
@@ -123,16 +124,16 @@ def test_the_quadratic_layout_spells_out_the_used_branch_only() -> None:
     assert "3 other branches" in detail(timeline.steps[0], 1)
 
 
-def many(rounds: int) -> Timeline:
+def many_events(rounds: int) -> list[tuple[str, Record]]:
     """A request of many rounds, in turn rejected and whole."""
     events = [forward("prefill", 10)]
     for i in range(rounds):
         events += EVENTS[1:4] if i % 2 == 0 else EVENTS[4:6]
-    return only(events)
+    return events
 
 
 def test_two_hundred_rounds_are_a_picture_of_moderate_size() -> None:
-    timeline = many(200)
+    timeline = only(many_events(200))
     made = picture(timeline)
     assert len(made["rounds"]) == 200
     assert made["strip"].count("data-round=") == 200
@@ -153,7 +154,12 @@ def test_the_strip_shows_what_was_accepted_and_whether_a_branch_was_used() -> No
 def test_details_say_how_it_ended_and_where_it_goes_on() -> None:
     first, second = only(EVENTS).steps
     text = re.sub(r"<[^>]+>", " ", detail(first, 2, second))
-    for said in ("correction 1 hit", "2 of a block of 4", "draft (4 query tokens, 12 ms)", "goes on as the block of round 2"):
+    for said in (
+        "correction 1 hit",
+        "2 of a block of 4",
+        "draft (4 query tokens, 12 ms)",
+        "goes on as the block of round 2",
+    ):
         assert said in text
     text = re.sub(r"<[^>]+>", " ", detail(second, 2))
     assert "by the correction at 2 of round 1: no draft forward" in text

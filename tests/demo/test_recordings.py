@@ -59,9 +59,23 @@ BRANCH = {"branch": {"kind": "correction", "depth": 2, "block_size": 4, "replace
         ("commit", {"hit": 7}),
         ("commit", {"hit": 1}),
         ("commit", {"entropies": [float("nan"), 1.0]}),
-        ("commit", {"draft": {"guesses": [GUESS | {"probability": "1"}], "source": "forward"}, "branches": [], "hit": None}),
-        ("commit", {"draft": {"guesses": [GUESS | {"probability": 7}], "source": "forward"}, "branches": [], "hit": None}),
-        ("commit", {"branches": [BRANCH | {"branch": BRANCH["branch"] | {"depth": 10**9}, "draft": {"guesses": [], "source": "branch"}}]}),  # type: ignore[operator]
+        (
+            "commit",
+            {"draft": {"guesses": [GUESS | {"probability": "1"}], "source": "forward"}, "branches": [], "hit": None},
+        ),
+        (
+            "commit",
+            {"draft": {"guesses": [GUESS | {"probability": 7}], "source": "forward"}, "branches": [], "hit": None},
+        ),
+        (
+            "commit",
+            {
+                "branches": [
+                    BRANCH
+                    | {"branch": BRANCH["branch"] | {"depth": 10**9}, "draft": {"guesses": [], "source": "branch"}}
+                ]
+            },
+        ),  # type: ignore[operator]
         ("verify", {"query_tokens": "many"}),
         ("verify", {"elapsed": float("inf")}),
         ("verify", {"kind": "<b>"}),

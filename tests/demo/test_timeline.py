@@ -146,7 +146,14 @@ def test_counts_are_those_of_the_rounds() -> None:
 
 def test_plain_decoding_saves_nothing() -> None:
     plain = replace(
-        FULL, draft=Draft(), branches=(), accepted=0, committed=(9,), outcome=Outcome.PLAIN, query_tokens=1, entropies=()
+        FULL,
+        draft=Draft(),
+        branches=(),
+        accepted=0,
+        committed=(9,),
+        outcome=Outcome.PLAIN,
+        query_tokens=1,
+        entropies=(),
     )
     counts = only([forward("prefill", 3), forward("verify", 1), ("commit", plain)]).counts
     assert (counts.saved_against_ar, counts.saved_against_linear, counts.query_tokens) == (0, 0, 1)

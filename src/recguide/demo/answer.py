@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from .drawing import shown
 from .timeline import Came, Counts, Written
 
 KINDS = {
@@ -47,15 +46,18 @@ def _token(one: Written, piece: str) -> str:
     if cell.entropy is not None:
         known["e"] = f"{cell.entropy:.3f}"
     attributes = "".join(f' data-{name}="{escape(value)}"' for name, value in known.items())
-    text = escape(piece) if piece else f'<span class="mark">{escape(shown(cell.text, 3)) if cell.text else "·"}</span>'
-    # A line break is shown where it stands; the token before it stays whole.
+    # A token without text of its own: special, or the first bytes of a character.
+    mark = "·" if "\ufffd" in cell.text else "∎"
+    text = escape(piece) if piece else f'<span class="mark">{mark}</span>'
     return f'<span class="tok {cell.came.value}"{attributes}>{text}</span>'
 
 
 def counters_html(counts: Counts, seconds: float, strategy: str, running: bool) -> str:
     """What an answer has cost so far; `seconds` from the end of its prefill."""
     speed = counts.tokens / seconds if seconds > 0 else 0.0
-    saved = f"{counts.saved_against_ar / counts.tokens:.0%} of {counts.tokens}" if counts.tokens else ""
+    saved = (
+        f"forwards: {counts.saved_against_ar / counts.tokens:.0%} of {counts.tokens}" if counts.tokens else "forwards"
+    )
     against_linear = "–" if strategy in ("ar", "linear") else f"{counts.saved_against_linear}"
     tiles = [
         (
@@ -64,8 +66,8 @@ def counters_html(counts: Counts, seconds: float, strategy: str, running: bool) 
             f"{counts.tokens} tokens, {counts.forwards} forwards",
         ),
         ("tokens per second", f"{speed:.0f}", f"{seconds:.2f} s after the prefill"),
-        ("forwards saved against AR", f"{counts.saved_against_ar}", saved),
-        ("against LinearSS", against_linear, "the same rounds, each with a draft forward"),
+        ("saved against AR", f"{counts.saved_against_ar}", saved),
+        ("saved against LinearSS", against_linear, "forwards, of the same rounds"),
         ("rounds reused", f"{counts.reused}", f"of {counts.rounds}"),
         ("query tokens", f"{counts.query_tokens}", "in all these forwards"),
     ]

@@ -113,7 +113,7 @@ def round_svg(step: Step) -> str:
     for lane, y in rows:
         parts.append(_lane(grid, lane, y, _is_sliver(step, lane)))
     texts = [
-        f'<text class="number" x="{_n(RAIL + 12)}" y="{_n(row + 18)}">{step.number}</text>',
+        f'<text class="number" x="{_n(RAIL + 10)}" y="14">{step.number}</text>',
         f'<text class="head" x="{_n(GUTTER)}" y="14">{escape(_headline(step))}</text>',
     ]
     width = max(right, GUTTER + len(_headline(step)) * 6.6, *(_label_end(grid, lane) for lane, _ in rows or [])) + 8
@@ -187,13 +187,23 @@ def _lane(grid: _Grid, lane: Lane, y: float, sliver: bool) -> str:
         if lane.used is not None:
             state = " seed-next" if cell.column == lane.used else " known" if cell.column < lane.used else ""
         cells.append(_cell(grid, cell, y, extra=("first " if cell.column == lane.leaves else "") + state))
-    x = grid.right(lane.cells[-1].column) + 8
-    text = f'<text class="lane-name" x="{_n(x)}" y="{_n(y + 17)}">{escape(_lane_label(lane))}</text>'
+    name = _lane_label(lane)
+    if _has_room(grid, lane):
+        # Before its first cell; of a hit branch above the line that leads to the next round.
+        x, down, anchor = grid.left[lane.leaves] - 8, 9.0 if lane.hit else 17.0, ' text-anchor="end"'
+    else:
+        x, down, anchor = grid.right(lane.cells[-1].column) + 8, 17.0, ""
+    text = f'<text class="lane-name" x="{_n(x)}" y="{_n(y + down)}"{anchor}>{escape(name)}</text>'
     return f'<g class="lane {"hit" if lane.hit else "missed"}">{"".join(cells)}{text}</g>'
 
 
+def _has_room(grid: _Grid, lane: Lane) -> bool:
+    return grid.left[lane.leaves] - 16 - GUTTER > len(_lane_label(lane)) * 6.8
+
+
 def _label_end(grid: _Grid, lane: Lane) -> float:
-    return grid.right(lane.cells[-1].column) + 8 + len(_lane_label(lane)) * 6.8
+    end = grid.right(lane.cells[-1].column)
+    return end if _has_room(grid, lane) else end + 8 + len(_lane_label(lane)) * 6.8
 
 
 def _lane_label(lane: Lane) -> str:

@@ -47,7 +47,7 @@ function show(at) {
     const arrived = race.done && at >= ends[i];
     const place = order.indexOf(ends[i]) + 1;
     view.box.classList.toggle("won", arrived && place === 1);
-    view.box.querySelector(".place").textContent = arrived ? (place === 1 ? "★ first" : `${place}.`) : lane.state;
+    view.box.querySelector(".place").textContent = arrived ? (place === 1 ? "★ first" : `${place}.`) : race.done ? "" : lane.state;
   });
 }
 
@@ -61,7 +61,7 @@ function at(ms) {
 function stop() {
   cancelAnimationFrame(frame);
   frame = null;
-  play.textContent = "▶";
+  play.setAttribute("aria-pressed", "false");
   play.setAttribute("aria-label", "play");
 }
 
@@ -75,7 +75,7 @@ function tick(now) {
 function start() {
   if (clock >= longest()) clock = 0;
   before = performance.now();
-  play.textContent = "⏸";
+  play.setAttribute("aria-pressed", "true");
   play.setAttribute("aria-label", "pause");
   frame = requestAnimationFrame(tick);
 }

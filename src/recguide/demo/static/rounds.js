@@ -36,7 +36,8 @@ function setZoom(value) {
   go(now);
 }
 
-function fitAll() { setZoom((rounds.clientWidth - 24) / widest()); }
+const fitting = () => (rounds.clientWidth - 24) / widest();
+function fitAll() { setZoom(fitting()); }
 
 function go(index) {
   if (!picture || !picture.rounds.length) return;
@@ -58,7 +59,6 @@ function stop() {
   clearInterval(timer);
   timer = null;
   play.setAttribute("aria-pressed", "false");
-  play.textContent = "▶";
   play.setAttribute("aria-label", "play");
 }
 
@@ -68,7 +68,6 @@ function toggle() {
   if (now === picture.rounds.length - 1) go(0);
   timer = setInterval(() => { if (!isShown() || now >= picture.rounds.length - 1) stop(); else go(now + 1); }, 900);
   play.setAttribute("aria-pressed", "true");
-  play.textContent = "⏸";
   play.setAttribute("aria-label", "pause");
 }
 
@@ -117,6 +116,8 @@ function draw() {
     return slot;
   });
   rounds.scrollTop = rounds.scrollLeft = 0;
+  // All of the width where that can be read, else as it is.
+  setZoom(rounds.clientWidth ? Math.max(0.8, Math.min(1, fitting())) : 1);
   go(0);
 }
 

@@ -21,7 +21,8 @@ def branches_tab(desk: Desk, shown: gr.State) -> None:
             "Open a trace (JSONL)",
             file_types=[".jsonl"],
             size="sm",
-            min_width=150,
+            min_width=200,
+            scale=0,
             elem_id="open-trace",
             type="filepath",
         )
