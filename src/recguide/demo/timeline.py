@@ -187,7 +187,6 @@ class _UnderWay:
     forwards: list[ForwardRecord]
     rounds: list[tuple[RoundRecord, tuple[ForwardRecord, ...]]]
     finish: FinishRecord | None = None
-    seen: bool = False
 
 
 def timelines(events: Iterable[tuple[str, Record]], text_of: TextOf) -> list[Timeline]:
@@ -218,9 +217,9 @@ def timelines(events: Iterable[tuple[str, Record]], text_of: TextOf) -> list[Tim
                 else:
                     of(request).forwards.append(record)
         elif isinstance(record, RoundRecord):
-            request = of(record.request)
-            request.rounds.append((record, tuple(request.forwards)))
-            request.forwards.clear()
+            one = of(record.request)
+            one.rounds.append((record, tuple(one.forwards)))
+            one.forwards.clear()
         else:
             of(record.request).finish = record
             del under_way[record.request]
