@@ -21,6 +21,7 @@ from .tabs.under_load import load_tab
 
 def build(desk: Desk) -> gr.Blocks:
     """The page for a desk's models."""
+    page: gr.Blocks
     with gr.Blocks(title="recguide", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
         with gr.Row(elem_classes="rg-top"):
             gr.HTML(
@@ -42,12 +43,13 @@ def build(desk: Desk) -> gr.Blocks:
             with gr.Tab("3 Compare", id="compare"):
                 compare_tab(desk, model)
             with gr.Tab("4 Load", id="load"):
-                load_tab(desk, model)
+                end_load = load_tab(desk, model)
             with gr.Tab("5 Calibration", id="calibration"):
                 calibration_tab(desk, model)
         see.click(lambda: gr.Tabs(selected="branches"), None, tabs, api_visibility="private", show_progress="hidden")
         # Whoever leaves gives the place back.
         page.unload(stopper(desk))
+        page.unload(end_load)
     page.queue(max_size=WAITING, default_concurrency_limit=USERS)
     return page
 

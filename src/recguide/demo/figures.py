@@ -33,11 +33,11 @@ def figure_html(figure: Figure, alt: str, wide: bool = False) -> str:
 
 
 def stack(shares: Mapping[str, float], what: str) -> str:
-    """Shares of a whole as one bar, with names, figures and patterns."""
+    """Shares of a whole as one bar with patterns, and below it their names and figures."""
     parts = "".join(
         f'<span class="s{number % 7}" style="width:{100 * share:.2f}%" title="{escape(what)} {escape(name)}: {share:.0%}">'
-        f"{f'{escape(name)}: {share:.0%}' if share >= 0.12 else ''}</span>"
+        f"{escape(name) if share >= 0.05 else ''}</span>"
         for number, (name, share) in enumerate(shares.items())
     )
     said = ", ".join(f"{name}: {share:.0%}" for name, share in shares.items())
-    return f'<div class="rg-stack" role="img" aria-label="{escape(what)}: {escape(said)}">{parts}</div>'
+    return f'<div class="rg-stack" role="img" aria-label="{escape(what)}: {escape(said)}">{parts}</div><p class="rg-note">{escape(what)} {escape(said)}</p>'

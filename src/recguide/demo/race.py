@@ -46,9 +46,10 @@ class Entrant:
 
     def follow(self, model: Model, running: Running) -> None:
         """Take in what has come so far."""
-        (timeline, *_) = timelines(running.records, model.decode) or [None]
-        if timeline is None:
+        found = timelines(running.records, model.decode)
+        if not found:
             return
+        timeline = found[0]
         self.counts, self.shared = timeline.counts, running.was_shared
         self.html = answer_html(timeline.written, model.pieces([one.token for one in timeline.written]))
         began = max((at for at, event, _ in running.moments if event == "prefill"), default=0.0)

@@ -46,7 +46,7 @@ def of_tables(model: Model) -> tuple[str, str]:
             "",
             f"{model.name} has no tables for this setup ({where}). Make them with `recguide profile` and `recguide calibrate`.",
         )
-    figures = {}
+    figures: dict[str, Figure] = {}
     if progress is not None:
         figures |= {"progress": pictures.progress(progress), "reliability": pictures.reliability(progress)}
     if profile is not None:

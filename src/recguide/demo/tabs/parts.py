@@ -55,7 +55,7 @@ class Shown:
 def prompt_box(label: str, value: str, prefix: str) -> gr.Textbox:
     """A prompt box with the examples of the three families."""
     prompt = gr.Textbox(
-        value, label=label, lines=3, max_lines=8, elem_id=f"{prefix}-prompt", placeholder="Your message"
+        value, label=label, lines=4, max_lines=8, elem_id=f"{prefix}-prompt", placeholder="Your message"
     )
     with gr.Row(elem_classes="rg-examples"):
         for family, text in EXAMPLES.items():

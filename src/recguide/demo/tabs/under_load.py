@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import gradio as gr
@@ -20,7 +20,8 @@ from ..figures import figure_html, stack
 from .parts import MEASURING
 
 
-def load_tab(desk: Desk, model: gr.Dropdown) -> None:
+def load_tab(desk: Desk, model: gr.Dropdown) -> Callable[[gr.Request], None]:
+    """The tab. Returns what ends a session's load."""
     gr.HTML(
         '<h2 class="rg-h">The real engine</h2><p class="rg-note">Simulated users, each sending its next prompt when it has its answer. '
         "The loads 1, 2, 4 … up to yours are run in turn, so that a frontier grows; a second run is drawn beside the first.</p>",
@@ -89,6 +90,7 @@ def load_tab(desk: Desk, model: gr.Dropdown) -> None:
     stop.click(end, None, None, queue=False, api_visibility="private", show_progress="hidden")
     clear.click(lambda: ([], "", ""), None, [runs, drawn, now], api_visibility="private", show_progress="hidden")
     _simulator()
+    return end
 
 
 def _key(figures: Mapping[str, Any]) -> tuple[str, int]:
@@ -108,8 +110,8 @@ def _look(look: load.Look, others: int) -> str:
     )
     shared = f'<p class="rg-note">{others} requests of other users were under way.</p>' if others else ""
     return (
-        f'<dl class="rg-tiles">{cells}</dl><p class="rg-note">Block sizes of the rounds so far:</p>'
-        f"{stack(look.block_share, 'block of') if look.block_share else ''}{shared}"
+        f'<dl class="rg-tiles">{cells}</dl><p class="rg-note">Block sizes of the rounds so far, by share:</p>'
+        f"{stack(look.block_share, 'Blocks of') if look.block_share else ''}{shared}"
     )
 
 
@@ -137,9 +139,10 @@ def _simulator() -> None:
             multiselect=True,
             label="Policies",
             min_width=260,
+            scale=2,
         )
         scheduler = gr.Dropdown(list(SCHEDULERS), value="bucketed", label="Scheduler", min_width=140)
-        requests = gr.Slider(150, 600, 200, step=50, label="Requests served in each run", min_width=180)
+        requests = gr.Slider(150, 600, 200, step=50, label="Requests a run", min_width=180)
     with gr.Row():
         run = gr.Button("Simulate", variant="primary", elem_id="simulate-run", min_width=120)
         stop = gr.Button("Stop", variant="stop", min_width=120, elem_id="simulate-stop")
