@@ -39,5 +39,5 @@ def stack(shares: Mapping[str, float], what: str) -> str:
         f"{escape(name) if share >= 0.05 else ''}</span>"
         for number, (name, share) in enumerate(shares.items())
     )
-    said = ", ".join(f"{name}: {share:.0%}" for name, share in shares.items())
-    return f'<div class="rg-stack" role="img" aria-label="{escape(what)}: {escape(said)}">{parts}</div><p class="rg-note">{escape(what)} {escape(said)}</p>'
+    said = escape(f"{what} {', '.join(f'{name}: {share:.0%}' for name, share in shares.items())}")
+    return f'<div class="rg-stack" role="img" aria-label="{said}">{parts}</div><p class="rg-note">{said}</p>'
