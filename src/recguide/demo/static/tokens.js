@@ -2,7 +2,8 @@
 const card = document.createElement("div");
 card.className = "rg-card";
 card.hidden = true;
-element.append(card);
+// Outside of the component, whose content is replaced as the answer grows.
+(element.closest(".gradio-container") || document.body).append(card);
 let current = null;
 
 const NAMES = { seed: "seed", accepted: "accepted draft", correction: "correction", bonus: "bonus" };
