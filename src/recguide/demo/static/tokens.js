@@ -33,7 +33,12 @@ function show(token) {
     list.append(dt, dd);
   }
   card.replaceChildren(title, list);
-  const box = token.getClientRects()[0] || token.getBoundingClientRect();
+  place();
+}
+
+function place() {
+  if (!current) return;
+  const box = current.getClientRects()[0] || current.getBoundingClientRect();
   const room = document.documentElement.clientWidth - card.offsetWidth - 8;
   card.style.left = `${Math.max(8, Math.min(box.left, room))}px`;
   const below = box.bottom + 8, fits = below + card.offsetHeight < window.innerHeight;
@@ -53,6 +58,8 @@ element.addEventListener("keydown", (event) => {
   if (!tokens.length) return;
   event.preventDefault();
   const index = current ? tokens.indexOf(current) + step : 0;
-  show(tokens[Math.max(0, Math.min(tokens.length - 1, index))]);
+  const token = tokens[Math.max(0, Math.min(tokens.length - 1, index))];
+  token.scrollIntoView({ block: "nearest" });
+  show(token);
 });
-window.addEventListener("scroll", () => show(null), { passive: true, capture: true });
+window.addEventListener("scroll", place, { passive: true, capture: true });
