@@ -244,12 +244,13 @@ def test_stopping_frees_the_place_and_others_are_not_disturbed(
     visit: Visit, browser: Browser, address: str, desk: Desk
 ) -> None:
     page = visit.page
-    page.locator("label", has_text="Model").locator("input").click()
+    page.locator("#model input").click()
     page.get_by_role("option", name="slow").click()
-    page.get_by_label("ar", exact=True).check()
+    page.locator("#strategy input[value=ar]").check()
     for _ in range(2):
         # The second one begins at once, since the first has left nothing behind.
         page.click("#generate-run")
+        expect(page.locator("#generate-stop")).to_be_enabled()
         expect(page.locator("#answer .tok").nth(1)).to_be_attached()
         assert desk.under_way == 1
         other = Visit(browser, address)
@@ -267,9 +268,9 @@ def test_stopping_frees_the_place_and_others_are_not_disturbed(
 
 def test_leaving_the_page_frees_the_place(browser: Browser, address: str, desk: Desk) -> None:
     visit = Visit(browser, address)
-    visit.page.locator("label", has_text="Model").locator("input").click()
+    visit.page.locator("#model input").click()
     visit.page.get_by_role("option", name="slow").click()
-    visit.page.get_by_label("ar", exact=True).check()
+    visit.page.locator("#strategy input[value=ar]").check()
     visit.page.click("#generate-run")
     expect(visit.page.locator("#answer .tok").nth(1)).to_be_attached()
     visit.leave()

@@ -30,7 +30,13 @@ def build(desk: Desk) -> gr.Blocks:
                 padding=False,
             )
             model = gr.Dropdown(
-                desk.names, value=desk.names[0], label="Model", scale=0, min_width=220, interactive=True
+                desk.names,
+                value=desk.names[0],
+                label="Model",
+                scale=0,
+                min_width=220,
+                interactive=True,
+                elem_id="model",
             )
             theme = gr.Button("◐ Light / dark", scale=0, min_width=120, size="sm", elem_id="theme")
         theme.click(None, js="() => { document.body.classList.toggle('dark'); }")
