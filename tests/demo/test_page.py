@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -44,10 +45,36 @@ def loaded() -> tuple[Any, Any]:
     return load(TINY, "float32", "cpu")
 
 
+class Gate:
+    """Lets a few forwards through, so that some tokens are written, and then none until it is opened."""
+
+    def __init__(self) -> None:
+        self._passed, self._open = 0, threading.Event()
+
+    def __call__(self, *_: Any) -> None:
+        self._passed += 1
+        if self._passed > 4:
+            self._open.wait(timeout=600)
+
+    def close(self) -> None:
+        self._passed = 0
+        self._open.clear()
+
+    def open_once_cancelled(self, desk: Desk) -> None:
+        """Wait until the engine has been told to end a request, which it does after its present forward; then let that go."""
+        deadline = time.monotonic() + PATIENCE / 1000
+        while not desk.model("slow").engine._cancellations and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._open.set()
+
+
+GATE = Gate()
+
+
 def slow() -> tuple[Any, Any]:
-    """A model of its own whose forwards take long enough to stop it."""
+    """A model of its own that takes as long as a test wants."""
     model, tokenizer = load(TINY, "float32", "cpu")
-    model.register_forward_pre_hook(lambda *_: time.sleep(0.2))
+    model.register_forward_pre_hook(GATE)
     return model, tokenizer
 
 
@@ -55,6 +82,7 @@ def slow() -> tuple[Any, Any]:
 def desk() -> Iterator[Desk]:
     desk = Desk({TINY: loaded, "slow": slow})
     yield desk
+    GATE._open.set()
     desk.close()
 
 
@@ -249,6 +277,7 @@ def test_stopping_frees_the_place_and_others_are_not_disturbed(
     page.locator("#strategy input[value=ar]").check()
     for _ in range(2):
         # The second one begins at once, since the first has left nothing behind.
+        GATE.close()
         page.click("#generate-run")
         expect(page.locator("#generate-stop")).to_be_enabled()
         expect(page.locator("#answer .tok").nth(1)).to_be_attached()
@@ -258,6 +287,7 @@ def test_stopping_frees_the_place_and_others_are_not_disturbed(
         assert desk.under_way == 1, "the other session's answer has come and gone"
         other.leave()
         page.click("#generate-stop")
+        GATE.open_once_cancelled(desk)
         expect(page.locator("#generate-message")).to_contain_text("Stopped")
         assert desk.under_way == 0
         runner = desk.model("slow").engine._runner
@@ -271,9 +301,11 @@ def test_leaving_the_page_frees_the_place(browser: Browser, address: str, desk: 
     visit.page.locator("#model input").click()
     visit.page.get_by_role("option", name="slow").click()
     visit.page.locator("#strategy input[value=ar]").check()
+    GATE.close()
     visit.page.click("#generate-run")
     expect(visit.page.locator("#answer .tok").nth(1)).to_be_attached()
     visit.leave()
+    GATE.open_once_cancelled(desk)
     deadline = time.monotonic() + 60
     while desk.under_way and time.monotonic() < deadline:
         time.sleep(0.1)
