@@ -24,9 +24,9 @@ import typer
 
 from recguide import Engine, EngineConfig
 from recguide.calibration import LARGEST_BLOCK
-from recguide.cli.loading import TINY, chat_ids, load
 from recguide.files import whole
 from recguide.hooks import Hook
+from recguide.loading import TINY, chat_ids, load
 from recguide.simulated_model import LEFT
 from recguide.structs import Guess, Outcome, RoundRecord
 from recguide.tiny.tasks import FAMILIES, make_task

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 from recguide import Engine, EngineConfig
-from recguide.cli.loading import TINY, chat_ids, load
+from recguide.loading import TINY, chat_ids, load
 from recguide.policy import SHELF
 from recguide.testing import PricedRates, priced_time
 from recguide.tiny.tasks import FAMILIES, make_task

@@ -14,8 +14,8 @@ from recguide import RecGuideConfig
 from recguide.adapter import ModelAdapter
 from recguide.attention import resolve_backend
 from recguide.calibration import CostProfile, DraftOdds, ForwardCost, ProgressTable, RoundCost, Stratum
-from recguide.cli.loading import TINY, chat_ids
-from recguide.cli.loading import load as load_model
+from recguide.loading import TINY, chat_ids
+from recguide.loading import load as load_model
 from recguide.loop import auto_method, generate, method_of, read_tables
 from recguide.policy import Auto
 from recguide.rounds import Method, Request

@@ -580,7 +580,7 @@ def call(*arguments: str) -> Any:
 
 
 def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recguide.cli.simulate.FIT_REQUESTS", 60)
+    monkeypatch.setattr("recguide.simulator.FIT_REQUESTS", 60)
     file = tmp_path / "figures.json"
     arguments = ["--model", "nld-8b", "--concurrency", "2,8", "--requests", "16", "--schedulers", "packed,padded"]
     result = call(*arguments, "--json", str(file))
@@ -624,7 +624,7 @@ def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_command_tells_what_prediction_is_worth_to_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recguide.cli.simulate.FIT_REQUESTS", 30)
+    monkeypatch.setattr("recguide.simulator.FIT_REQUESTS", 30)
     file = tmp_path / "figures.json"
     arguments = ["--model", "nld-8b", "--concurrency", "4", "--requests", "10", "--schedulers", "packed"]
     result = call(*arguments, "--policies", "fixed", "--prediction", "0.2", "--sensitivity", "--json", str(file))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from itertools import accumulate
@@ -135,6 +135,9 @@ LOG_SPREAD = 1.2
 correlation 0.7); single logarithms spread more there, but depend on each other."""
 MEAN_TOKENS = 256
 """Of an output."""
+FIT_REQUESTS = 500
+FIT_SEED = 2**32
+"""Added to the seed for the requests that tables are fitted to: what is measured must not have been fitted to itself."""
 
 
 def random_recordings(
@@ -598,3 +601,49 @@ def contenders(
             case _:
                 raise ConfigError(f"Policies must be of {', '.join(POLICIES)}; got {name!r}.")
     return makers
+
+
+# --- all of them ---
+
+
+def sweep(
+    model: str,
+    served: Sequence[Recording],
+    fitted: Sequence[Recording],
+    loads: Sequence[int],
+    policies: Sequence[str],
+    schedulers: Sequence[str],
+    watched: Callable[[Sequence[tuple[str, str, int]]], Iterable[tuple[str, str, int]]] = iter,
+) -> Iterator[dict[str, Any]]:
+    """
+    Serve the same requests by every policy under every scheduler at every load; the figures of each run when it is done.
+
+    Args:
+        model (`str`): whose costs on a B200 are taken.
+        served (`Sequence[Recording]`), fitted (`Sequence[Recording]`): the requests, and others that tables are fitted to.
+        loads (`Sequence[int]`), policies (`Sequence[str]`), schedulers (`Sequence[str]`): of [`POLICIES`] and `SCHEDULERS`.
+        watched (callable): goes through the list of runs, a bar for example.
+    """
+    costs = b200_costs(model)
+
+    @cache
+    def progress() -> ProgressTable:
+        return fit_recordings(fitted, costs.fingerprint)
+
+    makers = contenders(policies, costs, served, progress)
+    grid = [(scheduler, policy, load) for scheduler in schedulers for policy in makers for load in loads]
+    for scheduler, policy, load in watched(grid):
+        result = simulate(served, makers[policy](), costs, scheduler, load)
+        yield {
+            "model": model,
+            "policy": policy,
+            "scheduler": scheduler,
+            "concurrency": load,
+            "tokens_per_s": result.tokens_per_s,
+            "per_request_tokens_per_s": result.per_request_tokens_per_s,
+            "block_share": {str(size): share for size, share in result.block_share.items()},
+            "round_ms": result.round_ms,
+            "requests_per_round": result.requests_per_round,
+            "mean_wait": result.mean_wait,
+            "longest_wait": result.longest_wait,
+        }

@@ -54,6 +54,8 @@ def test_sampling_with_a_seed_is_the_same_text_whatever_the_strategy() -> None:
         (["generate", "x", "--dtype", "int4"], "float32, bfloat16, float16"),
         (["generate", "x", "--seed", "3"], "--seed without --temperature"),
         (["generate", "x", "--model", "/no/such/model"], "no/such/model"),
+        (["demo", "/no/such/model"], "no/such/model"),
+        (["demo", "--dtype", "int4"], "float32, bfloat16, float16"),
         (["bench", "--suite", "maths"], "math, code, text"),
         (["bench", "--strategies", "ar,fast"], "Unknown strategies: fast"),
         (["bench", "--block-size", "16,12"], "block_size must be one of"),

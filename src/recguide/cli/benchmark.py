@@ -15,9 +15,9 @@ import torch
 
 from ..config import RecGuideConfig
 from ..errors import ConfigError, LosslessError
+from ..loading import chat_ids
 from ..metrics import DecodeMetrics, looping_tokens
 from ..tiny.tasks import Task, score
-from .loading import chat_ids
 
 OURS = ("ar", "linear", "quadratic", "recguide", "auto")
 OUTSIDE: dict[str, dict[str, Any]] = {"hf-generate": {}, "hf-prompt-lookup": {"prompt_lookup_num_tokens": 10}}

@@ -22,11 +22,12 @@ from ..calibration import BLOCK_SIZES, CostProfile, ForwardCost, ProgressTable, 
 from ..config import ForwardConfig
 from ..errors import InputError
 from ..fitting import fit_progress
+from ..loading import TINY, chat_ids, load
 from ..loop import tables_directory
 from ..profiling import measure_costs
 from ..tiny.tasks import FAMILIES, make_task
 from .benchmark import environment
-from .loading import TINY, chat_ids, load, readable_errors
+from .loading import readable_errors
 from .options import (
     BackendOption,
     CompileOption,

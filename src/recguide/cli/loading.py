@@ -1,61 +1,16 @@
-"""Models by name or path, for every command."""
+"""What every command does with a user's mistake."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
-import torch
 import typer
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
-from .. import attach, tiny_path
-from ..errors import ConfigError, RecGuideError
+from ..errors import RecGuideError
 
-TINY = "recguide-tiny"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 errors = Console(stderr=True)
-
-
-def load(name: str, dtype: str, device: str, trust_remote_code: bool = False) -> tuple[Any, Any]:
-    """
-    A model that understands `generation_strategy`, and its tokenizer.
-
-    Args:
-        name (`str`): `recguide-tiny` for the embedded model, else a directory or hub name.
-        dtype (`str`): `float32`, `bfloat16` or `float16`.
-        device (`str`): as in `device_map`: `cpu`, `cuda`, `auto`, …
-    """
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}.")
-    path = tiny_path() if name == TINY else name
-    if name == TINY and not Path(path, "config.json").is_file():
-        raise ConfigError(f"This installation has no embedded model (expected it in {path}). Reinstall recguide.")
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=DTYPES[dtype], device_map=device, use_safetensors=True, **options
-    )
-    tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    return attach(model).eval(), tokenizer
-
-
-def chat_ids(tokenizer: Any, prompt: str) -> torch.Tensor:
-    """`int64[1, T]`: the prompt as a chat message where the tokenizer has a chat template, else as it is."""
-    if tokenizer.chat_template is None:
-        plain: torch.Tensor = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        return plain
-    messages = [{"role": "user", "content": prompt}]
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    ids: torch.Tensor = encoded["input_ids"]
-    return ids
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -24,6 +25,7 @@ from ..errors import ConfigError, LosslessError, MissingDependencyError
 from ..files import whole
 from ..hf_strategy import resolve_config
 from ..hooks import Hook
+from ..loading import TINY, chat_ids, load
 from ..metrics import DecodeMetrics
 from ..pictures import check_installed
 from ..progress import counted
@@ -33,7 +35,7 @@ from ..trace import TraceWriter
 from . import benchmark, load_benchmark
 from .calibration import calibrate, profile
 from .doctor import diagnose
-from .loading import TINY, chat_ids, errors, load, readable_errors
+from .loading import errors, readable_errors
 from .options import (
     BackendOption,
     CompileOption,
@@ -305,6 +307,33 @@ def _lossless() -> Iterator[None]:
     except LosslessError as error:
         out.print(f"Not lossless: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
+
+
+@app.command()
+def demo(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL]...",
+            help=f"Models that the page offers: {TINY} (embedded), directories, or hub names; the first is chosen. None: {TINY}.",
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in, without a password.")
+    ] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="By default the first free one from 7860.")] = None,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
+) -> None:
+    """Show in a browser how tokens and branches come about (extra: demo)."""
+    with readable_errors():
+        offered = list(dict.fromkeys(models or [TINY]))
+        if threads:
+            torch.set_num_threads(threads)
+        from ..demo import start
+
+        start({name: partial(load, name, dtype, device) for name in offered}, host, port)
 
 
 app.command()(profile)

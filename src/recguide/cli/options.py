@@ -9,7 +9,7 @@ import typer
 
 from ..config import ATTENTION_BACKENDS
 from ..errors import ConfigError
-from .loading import TINY
+from ..loading import TINY
 
 ModelOption = Annotated[str, typer.Option("--model", help=f"{TINY} (embedded), a directory, or a hub name.")]
 DtypeOption = Annotated[

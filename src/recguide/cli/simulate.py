@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 from .. import simulator
-from ..calibration import BLOCK_SIZES, ProgressTable
+from ..calibration import BLOCK_SIZES
 from ..engine.scheduler import SCHEDULERS
 from ..errors import ConfigError
 from ..files import whole
@@ -27,9 +27,6 @@ from .options import names, whole_numbers
 
 out = Console()
 
-FIT_REQUESTS = 500
-FIT_SEED = 2**32
-"""Added to the seed for the requests that tables are fitted to: what is measured must not have been fitted to itself."""
 OURS, RECIPE, BOUND, AUTO = "verification_guided", "concurrency_table", "oracle", "auto"
 
 
@@ -122,7 +119,7 @@ def _recordings(
         return simulator.resampled(recorded[::2], requests, seed), recorded[1::2]
     return (
         simulator.random_recordings(requests, seed, prediction, passing),
-        simulator.random_recordings(FIT_REQUESTS, seed + FIT_SEED, prediction, passing),
+        simulator.random_recordings(simulator.FIT_REQUESTS, seed + simulator.FIT_SEED, prediction, passing),
     )
 
 
@@ -134,29 +131,8 @@ def _runs(
     policies: Sequence[str],
     schedulers: Sequence[str],
 ) -> Iterator[dict[str, Any]]:
-    costs = simulator.b200_costs(model)
-
-    @cache
-    def progress() -> ProgressTable:
-        return simulator.fit_recordings(fitted, costs.fingerprint)
-
-    makers = simulator.contenders(policies, costs, served, progress)
-    grid = [(scheduler, policy, load) for scheduler in schedulers for policy in makers for load in loads]
-    for scheduler, policy, load in track(grid, model, console=Console(stderr=True)):
-        result = simulator.simulate(served, makers[policy](), costs, scheduler, load)
-        yield {
-            "model": model,
-            "policy": policy,
-            "scheduler": scheduler,
-            "concurrency": load,
-            "tokens_per_s": result.tokens_per_s,
-            "per_request_tokens_per_s": result.per_request_tokens_per_s,
-            "block_share": {str(size): share for size, share in result.block_share.items()},
-            "round_ms": result.round_ms,
-            "requests_per_round": result.requests_per_round,
-            "mean_wait": result.mean_wait,
-            "longest_wait": result.longest_wait,
-        }
+    watched = partial(track, description=model, console=Console(stderr=True))
+    return simulator.sweep(model, served, fitted, loads, policies, schedulers, watched)
 
 
 def _gains_at(
