@@ -29,7 +29,7 @@ from ..progress import counted
 from ..tiny.examples import EXAMPLES
 from ..tiny.tasks import FAMILIES, Task, make_task
 from ..trace import TraceWriter
-from . import benchmark, load_benchmark
+from . import benchmark, evaluation, load_benchmark
 from .calibration import calibrate, profile
 from .doctor import diagnose
 from .loading import TINY, chat_ids, errors, load, readable_errors
@@ -295,6 +295,7 @@ def _lossless() -> Iterator[None]:
 app.command()(profile)
 app.command()(calibrate)
 app.command()(simulate)
+app.add_typer(evaluation.app, name="eval")
 
 
 @app.command("train-tiny")
