@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
@@ -95,13 +96,16 @@ def main(
             "simulated_requests": simulated_requests, "seed": seed, "drafter": drafter, "threads": torch.get_num_threads(),
         }  # fmt: skip
         begun = time.perf_counter()
-        with Unfinished(output / "unfinished.jsonl", adapter.fingerprint, arguments) as unfinished:
+        with (
+            Unfinished(output / "unfinished.jsonl", adapter.fingerprint, arguments) as unfinished,
+            TemporaryDirectory() as folder,
+        ):
             setup = Setup(
                 network, adapter, prompts(limit), max_new_tokens, repetitions, unfinished,
                 None if drafter is None else _drafter(drafter, network, tokenizer),
             )  # fmt: skip
             # What is missing is said before anything is measured.
-            only_s = save_only_s(setup, output / "tables-without-z")
+            only_s = save_only_s(setup, Path(folder))
             many = [
                 torch.tensor([p], device=network.device)
                 for family in prompts(MORE_PROMPTS * limit).values()

@@ -144,6 +144,14 @@ def test_a_difference_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_toy")
+def test_counters_that_contradict_each_other_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recguide.metrics.DecodeMetrics.on_finish", lambda self, record: None)
+    result = call("--strategies", "linear", "--batch-size", "1")
+    assert result.exit_code == 1
+    assert "counters contradict" in result.output
+
+
+@pytest.mark.usefixtures("_toy")
 def test_an_interrupted_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     decode, calls = LosslessTest.decode, []
 

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from ..adapter import ModelAdapter
 from ..attention import resolve_backend
-from ..errors import ConfigError
+from ..errors import ConfigError, LosslessError
 from ..files import whole
 from ..tiny.tasks import FAMILIES, make_task
 from .benchmark import OURS, environment
@@ -110,9 +110,7 @@ def lossless(
                 file.write_text(json.dumps(record, indent=1) + "\n")
         out.print(_summary(runs))
         if failures:
-            for failure in failures:
-                out.print(f"Not lossless: {failure}", style="red", markup=False, soft_wrap=True)
-            raise typer.Exit(1)
+            raise LosslessError("; ".join(failures))
 
 
 def _compared(test: LosslessTest, dtype: str, grid: Sequence[Variant], unfinished: Unfinished) -> list[Run]:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from .. import attach, tiny_path
-from ..errors import ConfigError, InputError, RecGuideError
+from ..errors import ConfigError, InputError, LosslessError, RecGuideError
 
 TINY = "recguide-tiny"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -77,9 +77,15 @@ def read_prompts(file: Path) -> list[str]:
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
-    """A user's mistake ends the command with its message and exit code 2, not with a traceback."""
+    """
+    A user's mistake ends the command with its message and exit code 2, not with a traceback; an output that is not plain decoding's, with
+    exit code 1.
+    """
     try:
         yield
+    except LosslessError as error:
+        errors.print(f"Not lossless: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
     except (RecGuideError, OSError) as error:
         errors.print(f"Error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error

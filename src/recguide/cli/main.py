@@ -6,8 +6,8 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -19,7 +19,7 @@ from transformers import TextStreamer
 
 from ..config import STRATEGIES, RecGuideConfig
 from ..engine.scheduler import SCHEDULERS
-from ..errors import ConfigError, LosslessError, MissingDependencyError
+from ..errors import ConfigError, MissingDependencyError
 from ..files import whole
 from ..hf_strategy import resolve_config
 from ..hooks import Hook
@@ -200,8 +200,7 @@ def _bench_alone(
     _write_record(json_file, record, runs, benchmark.ratios(runs), interrupted)
     if interrupted:
         _end_interrupted(sum(run["prompts"] for run in runs), json_file)
-    with _lossless():
-        benchmark.check(entries)
+    benchmark.check(entries)
     out.print(_summary(runs, accuracy=True))
     for run in runs:
         if run["looping_share"] > 0.05:
@@ -245,8 +244,7 @@ def _bench_under_load(
             load_benchmark.draw(runs, file)
     if interrupted:
         _end_interrupted(len(runs), json_file)
-    with _lossless():
-        load_benchmark.check(finished)
+    load_benchmark.check(finished)
     out.print(_load_summary(runs))
     for run in runs:
         if run["different"]:
@@ -280,16 +278,6 @@ def _end_interrupted(finished: int, json_file: Path | None) -> NoReturn:
     where = f" are in {json_file}." if json_file else "."
     out.print(f"[yellow]Interrupted.[/yellow] {finished} finished runs{where}")
     raise typer.Exit(130)
-
-
-@contextmanager
-def _lossless() -> Iterator[None]:
-    """An output that is not plain decoding's ends the command with exit code 1."""
-    try:
-        yield
-    except LosslessError as error:
-        out.print(f"Not lossless: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from error
 
 
 app.command()(profile)
