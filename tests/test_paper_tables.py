@@ -177,7 +177,7 @@ def test_table_1_and_what_drafts_knew() -> None:
     recorded = [[round_of(n) for n in (4, 8, 9, 32)]]
     measured, printed = contents.table_1(recorded, "tiny")[:2]
     assert measured.values == {"[1, 8]": 50, "(8, 16]": 50, "(16, 32]": 0}
-    assert printed.values["[1, 8]"] == 70.3
+    assert printed.values["[1, 8]"] == pytest.approx(70.3)
     (shares,) = contents.figure_2a(recorded, "tiny")
     assert shares.values == {"[1, 8]": 50, "(8, 16]": 25, "(16, 32]": 25}
     accepted, rejected = contents.figure_3(recorded, "tiny")
