@@ -95,12 +95,13 @@ class Result:
 
     task: str
     label: str
+    samples: int
     scores: dict[str, float]
     forwards: int
     new_tokens: int
     """Without what fills a batch's shorter rows."""
     texts: list[str]
-    """What lm-eval scores, one a sample."""
+    """What lm-eval scores: of each sample, once for each of the task's filters."""
     graded: list[Any]
     tokens: str
     """Hash of all outputs' token ids."""
@@ -115,7 +116,7 @@ class Result:
         return {
             "task": self.task,
             "strategy": self.label,
-            "samples": len(self.texts),
+            "samples": self.samples,
             "scores": self.scores,
             "new_tokens": self.new_tokens,
             "forwards": self.forwards,
@@ -231,6 +232,7 @@ def evaluate(
     return Result(
         task=name,
         label=label,
+        samples=len(lm.outputs),
         scores=scores,
         forwards=lm.forwards,
         new_tokens=sum(_written(output, lm.tokenizer) for output in lm.outputs),
@@ -339,7 +341,7 @@ def main(
 def check(results: Sequence[Result], dtype: str) -> None:
     """Raise [`LosslessError`] if in float32 anything is not plain decoding's."""
     wrong = [
-        f"{result.label} on {result.task}: {len(result.different)} of {len(result.texts)} samples differ, "
+        f"{result.label} on {result.task}: {len(result.different)} of {len(result.texts)} texts or scores differ, "
         f"tokens {'the same' if result.same_tokens else 'not the same'}"
         for result in results
         if result.different or not result.same_tokens
@@ -383,7 +385,7 @@ def _summary(results: Sequence[Result]) -> Table:
         table.add_row(
             result.task,
             result.label,
-            str(len(result.texts)),
+            str(result.samples),
             ", ".join(f"{name} {value:.3f}" for name, value in result.scores.items()),
             f"{result.new_tokens / result.forwards:.2f}",
             "" if result.reuse_rate is None else f"{result.reuse_rate:.0%}",

@@ -91,7 +91,7 @@ def decode_with(
     def choices(new: Sequence[int], wanted: int) -> list[int]:
         ids = torch.tensor([list(new)], device=model.device)
         with torch.no_grad():
-            logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=wanted).logits[0]
+            logits = model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=wanted).logits[0]
         if (mask := getattr(model.config, "mask_token_id", None)) is not None:
             logits[:, mask] = float("-inf")
         chosen: list[int] = logits.argmax(-1).tolist()
@@ -107,7 +107,8 @@ def decode_with(
         end = next((i for i, token in enumerate(committed, start=1) if token in ends), len(committed))
         tokens += committed[:end]
         # All committed tokens but the newest, which is the next round's seed.
-        cache.crop(len(tokens) - 1)
+        if rejected := cache.get_seq_length() - (len(tokens) - 1):
+            cache.crop(-rejected)
         rounds += 1
     return tokens[len(prompt) :], rounds
 

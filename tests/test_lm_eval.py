@@ -205,11 +205,12 @@ def test_strategies_write_and_score_what_plain_decoding_does(compare: ModuleType
     assert plain.scores.keys() == {"followed,none"}
     assert ours.forwards < plain.forwards / 2
     assert ours.report()["e2e_tpf"] > 2
+    assert ours.report()["samples"] == 2
     compare.check(results, "float32")
 
     ours.texts[1] += "."
     compare.compare(ours, plain)
     assert ours.different == [1]
-    with pytest.raises(LosslessError, match="1 of 2 samples differ"):
+    with pytest.raises(LosslessError, match="1 of 2 texts or scores differ"):
         compare.check(results, "float32")
     compare.check(results, "bfloat16")
