@@ -24,9 +24,9 @@ from torch import nn
 from recguide.adapter import ModelAdapter
 from recguide.attention import installed
 from recguide.cli.benchmark import environment
-from recguide.loading import TINY, chat_ids, load
 from recguide.config import ForwardConfig
 from recguide.dense_kv import DenseKV
+from recguide.loading import TINY, chat_ids, load
 from recguide.segments import Plan, Segment, pack
 from recguide.tiny.tasks import FAMILIES, make_task
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from . import attach, tiny_path
-from .errors import ConfigError
+from .errors import ConfigError, InputError
 
 TINY = "recguide-tiny"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,3 +52,19 @@ def chat_ids(tokenizer: Any, prompt: str) -> torch.Tensor:
     encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     ids: torch.Tensor = encoded["input_ids"]
     return ids
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The prompts of a JSONL file with a "prompt" a line; raises [`InputError`] for another file, and where there are none."""
+    texts = []
+    for number, line in enumerate(file.read_text().splitlines(), start=1):
+        try:
+            text = json.loads(line)["prompt"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f'{file}, line {number}: expected a JSON object with a "prompt" ({error!r}).') from error
+        if not isinstance(text, str) or not text:
+            raise InputError(f"{file}, line {number}: the prompt must be a text that is not empty; got {text!r}.")
+        texts.append(text)
+    if not texts:
+        raise InputError(f"{file} has no prompts.")
+    return texts

@@ -42,7 +42,10 @@ POLICIES = ("fixed", "concurrency_table", "aimd", "verification_guided", "auto",
 
 
 def paper_tables() -> dict[str, Any]:
-    """Printed figures of arXiv 2609.34388: `table_1` (of acceptance), `table_4` (block shares), `table_6` (tokens a second)."""
+    """
+    Printed figures of arXiv 2609.34388: `table_1` (of acceptance), `table_2` (tau and speed-ups), `table_3` (branches), `table_4` (block
+    shares), `table_5` and `table_6` (tokens a second).
+    """
     tables: dict[str, Any] = json.loads((DATA / "paper.json").read_text())
     return tables
 

@@ -89,6 +89,12 @@ def equations(line: str) -> Sequence[tuple[str, str]]:
         "print('x', file=open('f', 'w'), flush=True)",
         "1 +",
         "assert False",
+        "import socket; socket.socket()",
+        "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9')",
+        "import os; os.system('true')",
+        "import subprocess; subprocess.run(['true'])",
+        "import os; os._exit(0) if os.fork() else None",
+        "import ctypes",
     ],
 )
 def test_sandbox_rejects(source: str) -> None:
@@ -97,6 +103,21 @@ def test_sandbox_rejects(source: str) -> None:
 
 def test_sandbox_accepts() -> None:
     assert runs("assert sum([1, 2]) == 3\nprint('x' * 100)")
+
+
+def test_sandbox_refuses_before_a_socket_is_made() -> None:
+    """By itself, not for want of a network."""
+    assert runs("import socket\ntry:\n    socket.socket()\nexcept PermissionError:\n    pass\nelse:\n    assert False")
+
+
+def test_sandbox_has_a_folder_of_its_own_and_the_given_limits() -> None:
+    assert runs("import os; assert os.listdir() == []")
+    large = "x = bytearray(300 << 20)"
+    assert not runs(large)
+    assert runs(large, timeout=600, memory_mib=1024)
+    busy = "import time\nwhile time.process_time() < 2.5: pass"
+    assert not runs(busy, timeout=600)
+    assert runs(busy, timeout=600, cpu_seconds=10)
 
 
 def test_unknown_split() -> None:

@@ -111,10 +111,11 @@ def contenders(strategies: Sequence[str], block_sizes: Sequence[int], suites: Se
     for size in block_sizes:
         RecGuideConfig(block_size=size)
     names = ["ar", *(name for name in strategies if name != "ar")]
-    return [Contender(name, size, suite) for suite in suites for name in names for size in _sizes(name, block_sizes)]
+    return [Contender(name, size, suite) for suite in suites for name in names for size in sizes_of(name, block_sizes)]
 
 
-def _sizes(strategy: str, block_sizes: Sequence[int]) -> Sequence[int | None]:
+def sizes_of(strategy: str, block_sizes: Sequence[int]) -> Sequence[int | None]:
+    """Of these block sizes, those that a strategy can have; `None` where it chooses."""
     if strategy == "auto":
         return (None,)
     return (1,) if strategy == "ar" or strategy in OUTSIDE else block_sizes

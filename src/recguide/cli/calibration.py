@@ -20,9 +20,8 @@ from .. import pictures
 from ..adapter import ModelAdapter
 from ..calibration import BLOCK_SIZES, CostProfile, ForwardCost, ProgressTable, RoundCost
 from ..config import ForwardConfig
-from ..errors import InputError
 from ..fitting import fit_progress
-from ..loading import TINY, chat_ids, load
+from ..loading import TINY, chat_ids, load, read_prompts
 from ..loop import tables_directory
 from ..profiling import measure_costs
 from ..tiny.tasks import FAMILIES, make_task
@@ -218,18 +217,7 @@ def _prompts(file: Path | None, count: int) -> list[str]:
     if file is None:
         # The training split: what is measured on the test split must not have been fitted to it.
         return [make_task(family, "train", 10**9 + i).prompt for i in range(count) for family in FAMILIES]
-    texts = []
-    for number, line in enumerate(file.read_text().splitlines(), start=1):
-        try:
-            text = json.loads(line)["prompt"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f'{file}, line {number}: expected a JSON object with a "prompt" ({error!r}).') from error
-        if not isinstance(text, str) or not text:
-            raise InputError(f"{file}, line {number}: the prompt must be a text that is not empty; got {text!r}.")
-        texts.append(text)
-    if not texts:
-        raise InputError(f"{file} has no prompts.")
-    return texts[:count]
+    return read_prompts(file)[:count]
 
 
 def _forwards(profile: CostProfile) -> Table:

@@ -188,6 +188,53 @@ class LoadTest:
                         yield run
 
 
+def closed_loop(
+    model: Any,
+    requests: Sequence[Prompt],
+    warm_up: Sequence[Prompt],
+    concurrency: int,
+    scheduler: str,
+    options: Mapping[str, Any],
+    advance: Callable[[], None] = lambda: None,
+) -> tuple[DecodeMetrics, LoadMetrics, list[RequestResult]]:
+    """
+    Serve requests in an engine of their own, the next one submitted when one ends.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): the model.
+        requests (`Sequence[tuple[int, ...]]`): prompts in the order of their submission.
+        warm_up (`Sequence[tuple[int, ...]]`): prompts answered before, which no figure counts.
+        concurrency (`int`): requests under way.
+        scheduler (`str`): of the engine.
+        options (`dict`): of each request.
+        advance (callable): called after each request.
+
+    Returns:
+        `(DecodeMetrics, LoadMetrics, list[RequestResult])`: what it took, and the results in the order of the requests.
+    """
+    decode, load, warmed = DecodeMetrics(), LoadMetrics(concurrency), _Ends()
+    observers = Hooks([warmed])
+    handles: list[RequestHandle] = []
+    under_way: dict[int, RequestHandle] = {}
+    with Engine(model, EngineConfig(max_requests=concurrency, scheduler=scheduler), [observers]) as engine:
+        for prompt in warm_up:
+            engine.add_request(prompt, **options)
+        for _ in warm_up:
+            warmed.count.acquire()
+        observers.hooks = (decode, load)
+        for number, prompt in enumerate(requests, start=len(warm_up)):
+            if len(under_way) == concurrency:
+                del under_way[next(engine.as_completed(under_way.values())).request_id]
+                advance()
+            load.submitted(number)
+            handles.append(engine.add_request(prompt, **options))
+            under_way[number] = handles[-1]
+        for _ in engine.as_completed(under_way.values()):
+            advance()
+    # The engine is closed: its worker has told the hooks of every end.
+    return decode, load, [handle.result() for handle in handles]
+
+
 class _Ends(Hook):
     """Counts ends. A handle's result may be there before the hooks have heard of it."""
 
@@ -234,33 +281,15 @@ class _Arena:
 
     def serve(self, run: LoadRun, requests: Sequence[Prompt], advance: Callable[[], None]) -> None:
         """Serve requests in an engine of their own, the next one submitted when one ends, and note in `run` what it took."""
-        decode, load, warmed = DecodeMetrics(), LoadMetrics(run.concurrency), _Ends()
-        observers = Hooks([warmed])
         warm_up = requests[: min(run.concurrency, WARM_UP)]
         options = self._options(run.contender, [*warm_up, *requests])
-        handles: list[RequestHandle] = []
-        under_way: dict[int, RequestHandle] = {}
-        config = EngineConfig(max_requests=run.concurrency, scheduler=run.contender.scheduler)
-        with Engine(self._model, config, [observers]) as engine:
-            for prompt in warm_up:
-                engine.add_request(prompt, **options)
-            for _ in warm_up:
-                warmed.count.acquire()
-            observers.hooks = (decode, load)
-            for number, prompt in enumerate(requests, start=len(warm_up)):
-                if len(under_way) == run.concurrency:
-                    del under_way[next(engine.as_completed(under_way.values())).request_id]
-                    advance()
-                load.submitted(number)
-                handles.append(engine.add_request(prompt, **options))
-                under_way[number] = handles[-1]
-            for _ in engine.as_completed(under_way.values()):
-                advance()
-        # The engine is closed: its worker has told the hooks of every end.
+        decode, load, results = closed_loop(
+            self._model, requests, warm_up, run.concurrency, run.contender.scheduler, options, advance
+        )
         run.decode.add(decode)
         run.load.add(load)
-        for prompt, handle in zip(requests, handles, strict=True):
-            self._note(run, prompt, handle.result())
+        for prompt, result in zip(requests, results, strict=True):
+            self._note(run, prompt, result)
 
     def _options(self, contender: LoadContender, requests: Sequence[Prompt]) -> dict[str, Any]:
         config: dict[str, Any] = {} if contender.strategy == "auto" else {"policy": contender.policy}

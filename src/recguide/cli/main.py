@@ -6,8 +6,8 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -21,7 +21,7 @@ from transformers import TextStreamer
 
 from ..config import STRATEGIES, RecGuideConfig
 from ..engine.scheduler import SCHEDULERS
-from ..errors import ConfigError, LosslessError, MissingDependencyError
+from ..errors import ConfigError, MissingDependencyError
 from ..files import whole
 from ..hf_strategy import resolve_config
 from ..hooks import Hook
@@ -32,7 +32,7 @@ from ..progress import counted
 from ..tiny.examples import EXAMPLES
 from ..tiny.tasks import FAMILIES, Task, make_task
 from ..trace import TraceWriter
-from . import benchmark, load_benchmark
+from . import benchmark, evaluation, load_benchmark
 from .calibration import calibrate, profile
 from .doctor import diagnose
 from .loading import errors, readable_errors
@@ -217,8 +217,7 @@ def _bench_alone(
     _write_record(json_file, record, runs, benchmark.ratios(runs), interrupted)
     if interrupted:
         _end_interrupted(sum(run["prompts"] for run in runs), json_file)
-    with _lossless():
-        benchmark.check(entries)
+    benchmark.check(entries)
     out.print(_summary(runs, accuracy=True))
     for run in runs:
         if run["looping_share"] > 0.05:
@@ -262,8 +261,7 @@ def _bench_under_load(
             load_benchmark.draw(runs, file)
     if interrupted:
         _end_interrupted(len(runs), json_file)
-    with _lossless():
-        load_benchmark.check(finished)
+    load_benchmark.check(finished)
     out.print(_load_summary(runs))
     for run in runs:
         if run["different"]:
@@ -299,16 +297,6 @@ def _end_interrupted(finished: int, json_file: Path | None) -> NoReturn:
     raise typer.Exit(130)
 
 
-@contextmanager
-def _lossless() -> Iterator[None]:
-    """An output that is not plain decoding's ends the command with exit code 1."""
-    try:
-        yield
-    except LosslessError as error:
-        out.print(f"Not lossless: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from error
-
-
 @app.command()
 def demo(
     models: Annotated[
@@ -339,6 +327,7 @@ def demo(
 app.command()(profile)
 app.command()(calibrate)
 app.command()(simulate)
+app.add_typer(evaluation.app, name="eval")
 
 
 @app.command("train-tiny")
