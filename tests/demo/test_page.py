@@ -368,7 +368,7 @@ def test_a_trace_is_saved_and_opened_by_somebody_else(
     expect(page.locator("#rounds .rg-slot.current svg")).to_be_visible()
     assert other.page.locator("#rounds .rg-slot").count() == page.locator("#rounds .rg-slot").count()
     assert other.page.locator("#rounds img").count() == 0
-    assert "<img" in other.page.locator("#rounds .rg-slot.current svg").inner_text()
+    assert "<img" in (other.page.locator("#rounds .rg-slot.current svg").text_content() or "")
     other.leave()
 
 
