@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recguide.cli.benchmark import OURS, contenders, environment, label_of
-from recguide.cli.loading import readable_errors
+from recguide.cli.mistakes import readable_errors
 from recguide.cli.options import names, whole_numbers
 from recguide.errors import ConfigError, InputError, LosslessError
 from recguide.files import whole

@@ -42,7 +42,7 @@ from recguide import simulator
 from recguide.adapter import ModelAdapter
 from recguide.attention import resolve_backend
 from recguide.cli.benchmark import environment
-from recguide.cli.loading import readable_errors
+from recguide.cli.mistakes import readable_errors
 from recguide.cli.options import whole_numbers
 from recguide.cli.recording import Recordings
 from recguide.cli.unfinished import Unfinished

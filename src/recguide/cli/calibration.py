@@ -26,7 +26,7 @@ from ..loop import tables_directory
 from ..profiling import measure_costs
 from ..tiny.tasks import FAMILIES, make_task
 from .benchmark import environment
-from .loading import readable_errors
+from .mistakes import readable_errors
 from .options import (
     BackendOption,
     CompileOption,

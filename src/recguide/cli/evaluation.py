@@ -23,8 +23,8 @@ from ..files import whole
 from ..loading import DTYPES, TINY, chat_ids, load, read_prompts
 from ..tiny.tasks import FAMILIES, make_task
 from .benchmark import OURS, environment
-from .loading import readable_errors
 from .lossless import REFERENCE, Compared, LosslessTest, Run, Variant, variants, wrong
+from .mistakes import readable_errors
 from .options import DeviceOption, ModelOption, ThreadsOption, names, whole_numbers
 from .unfinished import Unfinished
 

@@ -35,7 +35,7 @@ from ..trace import TraceWriter
 from . import benchmark, evaluation, load_benchmark
 from .calibration import calibrate, profile
 from .doctor import diagnose
-from .loading import errors, readable_errors
+from .mistakes import errors, readable_errors
 from .options import (
     BackendOption,
     CompileOption,

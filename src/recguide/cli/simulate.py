@@ -22,7 +22,7 @@ from ..files import whole
 from ..pictures import check_installed, frontier, panel_grid
 from ..simulated_model import CONTINUED, PREDICTION
 from ..simulator import MODELS, PASSING, POLICIES, Recording
-from .loading import readable_errors
+from .mistakes import readable_errors
 from .options import names, whole_numbers
 
 out = Console()

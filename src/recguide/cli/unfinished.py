@@ -14,7 +14,7 @@ import typer
 
 from ..calibration import Fingerprint
 from ..errors import CalibrationError
-from .loading import errors
+from .mistakes import errors
 
 WHAT, VERSION = "recguide unfinished", 1
 
