@@ -188,6 +188,7 @@ EXAMPLES: dict[str, Example] = {
         plainly={"logits_processor": [ThinkingBudgetLogitsProcessor([2], [4], 7)]},
     ),
     "output_logprobs": Example({"output_logprobs": True}, KEPT, plainly={}),
+    "top_logprobs": Example({"output_logprobs": True, "top_logprobs": 3}, KEPT, plainly={}),
     "output_records": Example({"output_records": True}, KEPT, plainly={}),
 }
 

@@ -406,6 +406,7 @@ def test_scores_logits_and_logprobs_are_those_of_ar(
         "output_scores": True,
         "output_logits": True,
         "output_logprobs": True,
+        "top_logprobs": 4,
         **SETTINGS[setting],
     }
     ids = prompts(3)
@@ -421,6 +422,10 @@ def test_scores_logits_and_logprobs_are_those_of_ar(
     ended = torch.cumsum(got.sequences[:, 6:] == 9, dim=1) - (got.sequences[:, 6:] == 9).long() > 0
     by_hand = torch.stack(got.logits, dim=1).log_softmax(-1).gather(2, got.sequences[:, 6:, None])[..., 0]
     assert torch.allclose(got.logprobs, by_hand.masked_fill(ended, 0.0), atol=1e-5)
+    values, ids = got.top_logprobs
+    tops = torch.stack(got.logits, dim=1).log_softmax(-1).topk(4)
+    assert torch.allclose(values, tops.values.masked_fill(ended[..., None], 0.0), atol=1e-5)
+    assert torch.equal(ids, tops.indices.masked_fill(ended[..., None], 0))
 
 
 def test_what_was_taken_back_is_in_no_output(model: NemotronLabsDiffusionModel, right_drafts: Any) -> None:

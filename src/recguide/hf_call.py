@@ -26,6 +26,10 @@ from .rounds import Request
 from .sampling import Sampling, row_seed
 
 
+MOST_TOP_LOGPROBS = 128
+"""Likeliest tokens that can be asked for at each place."""
+
+
 @dataclass(frozen=True)
 class Extras:
     """The arguments that transformers does not know, and those that it does not hand on. Validated here."""
@@ -38,6 +42,7 @@ class Extras:
     thinking_budget: int | None = None
     thinking_markers: tuple[list[int], list[int]] | None = None
     output_logprobs: bool = False
+    top_logprobs: int = 0
     output_records: bool = False
     streamer: Any = None
     adapter: ModelAdapter | None = None
@@ -48,6 +53,11 @@ class Extras:
     def __post_init__(self) -> None:
         if self.seed is not None and self.generator is not None:
             raise ConfigError("seed and generator were both given; a call has one source of seeds.")
+        top = self.top_logprobs
+        if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= MOST_TOP_LOGPROBS:
+            raise ConfigError(f"top_logprobs must be a whole number from 0 to {MOST_TOP_LOGPROBS}; got {top!r}.")
+        if top and not self.output_logprobs:
+            raise ConfigError(f"top_logprobs={top} goes with output_logprobs=True.")
         given = self.seed if isinstance(self.seed, tuple) else () if self.seed is None else (self.seed,)
         for seed in given:
             if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
@@ -133,11 +143,13 @@ def prepare(
     refuse_model_inputs(model_kwargs, padding, width)
     adapter = extras.adapter or ModelAdapter.of(model, config)
     keep = bool(generation_config.return_dict_in_generate)
+    in_engine = extras.adapter is not None
     recorder = ScoreRecorder(
         len(prompts),
         scores=keep and generation_config.output_scores,
         logits=keep and generation_config.output_logits,
-        logprobs=keep and extras.output_logprobs,
+        logprobs=(keep or in_engine) and extras.output_logprobs,
+        top_logprobs=min(extras.top_logprobs, model.config.get_text_config().vocab_size),
     )
     eos, criteria = eos_tokens(stopping_criteria), other_criteria(stopping_criteria)
     by_row = [c for c in criteria if len(prompts) == 1 or (eos and asks_by_row(c))]
@@ -214,6 +226,7 @@ def decode(call: Call) -> Any:
         **fields,
         cache=call.cache,
         logprobs=recorder.logprobs(length),
+        top_logprobs=recorder.top_logprobs(length),
         seeds=call.seeds,
         statistics=metrics.summary()
         | {"looping_tokens": [looping_tokens(r.tokens[r.prompt_tokens :]) for r in call.batch]},

@@ -27,6 +27,8 @@ class RecGuideOutput(GenerateDecoderOnlyOutput):
             of each new token, with `output_scores=True` and `output_logits=True`.
         logprobs (`torch.FloatTensor` of shape `(batch, new)`):
             Natural log-probability of each new token under the model's own logits, with `output_logprobs=True`. 0 after a row's end.
+        top_logprobs (`tuple` of `torch.FloatTensor` and `torch.LongTensor`, each of shape `(batch, new, top_logprobs)`):
+            Those of the likeliest tokens at each place, falling, and their ids, with `top_logprobs=` above 0. 0 after a row's end.
         seeds (`tuple[int]`): each row's seed, always there where tokens were sampled: a row decoded alone with it is the same.
         statistics (`dict`):
             Of all rows together, always there: see [`DecodeMetrics.summary`]; and `looping_tokens` of each row, those at its end that are a
@@ -35,9 +37,24 @@ class RecGuideOutput(GenerateDecoderOnlyOutput):
     """
 
     logprobs: Tensor | None = None
+    top_logprobs: tuple[Tensor, Tensor] | None = None
     seeds: tuple[int, ...] | None = None
     statistics: dict[str, Any] | None = None
     records: tuple[tuple[RoundRecord, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """
+    What the model's own logits say of a new token's place, as natural logarithms.
+
+    Args:
+        logprob (`float`): of the token itself.
+        top (`tuple[tuple[int, float]]`): the likeliest tokens there, each with its own, falling.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass
@@ -60,6 +77,9 @@ class _Kept:
     def add(self, row: int, value: Tensor) -> None:
         self._rows[row].append(value)
 
+    def of_row(self, row: int, start: int) -> list[Tensor]:
+        return self._rows[row][start:]
+
     def cut(self, row: int, length: int) -> None:
         del self._rows[row][length:]
         del self._stacked[length:]
@@ -79,14 +99,22 @@ class _Kept:
 class ScoreRecorder:
     """Keeps logits, processed scores and log-probabilities of each committed token, where they are asked for."""
 
-    def __init__(self, rows: int, scores: bool = False, logits: bool = False, logprobs: bool = False) -> None:
+    def __init__(
+        self, rows: int, scores: bool = False, logits: bool = False, logprobs: bool = False, top_logprobs: int = 0
+    ) -> None:
         self._scores = _Kept(rows) if scores else None
         self._logits = _Kept(rows) if logits else None
         self._logprobs = _Kept(rows) if logprobs else None
+        self._top = (_Kept(rows), _Kept(rows)) if logprobs and top_logprobs else None
+        self._top_logprobs = top_logprobs
 
     @property
     def active(self) -> bool:
-        return any(kept is not None for kept in (self._scores, self._logits, self._logprobs))
+        return bool(self._kept)
+
+    @property
+    def _kept(self) -> list[_Kept]:
+        return [kept for kept in (self._scores, self._logits, self._logprobs, *(self._top or ())) if kept is not None]
 
     def record(self, row: int, logits: Tensor, scores: Tensor, token: int) -> None:
         if self._logits is not None:
@@ -94,13 +122,16 @@ class ScoreRecorder:
         if self._scores is not None:
             self._scores.add(row, scores)
         if self._logprobs is not None:
-            self._logprobs.add(row, logits.log_softmax(-1)[token])
+            logprobs = logits.log_softmax(-1)
+            self._logprobs.add(row, logprobs[token])
+            if self._top is not None:
+                for kept, value in zip(self._top, logprobs.topk(self._top_logprobs), strict=True):
+                    kept.add(row, value)
 
     def cut(self, row: int, length: int) -> None:
         """Forget what was recorded of a row past its first `length` tokens, which were taken back."""
-        for kept in (self._scores, self._logits, self._logprobs):
-            if kept is not None:
-                kept.cut(row, length)
+        for kept in self._kept:
+            kept.cut(row, length)
 
     def scores(self, length: int) -> tuple[Tensor, ...] | None:
         return None if self._scores is None else self._scores.columns(length)
@@ -110,6 +141,24 @@ class ScoreRecorder:
 
     def logprobs(self, length: int) -> Tensor | None:
         return None if self._logprobs is None else torch.stack(self._logprobs.columns(length), dim=1)
+
+    def top_logprobs(self, length: int) -> tuple[Tensor, Tensor] | None:
+        if self._top is None:
+            return None
+        values, ids = (torch.stack(kept.columns(length), dim=1) for kept in self._top)
+        return values, ids
+
+    def token_logprobs(self, row: int, start: int) -> list[TokenLogprobs]:
+        """Those of a row's tokens from `start` on, as plain values; none where they are not kept."""
+        if self._logprobs is None:
+            return []
+        chosen = self._logprobs.of_row(row, start)
+        likeliest = (
+            [tuple(zip(ids.tolist(), values.tolist(), strict=True)) for values, ids in zip(*tops, strict=True)]
+            if (tops := [kept.of_row(row, start) for kept in self._top or ()])
+            else [()] * len(chosen)
+        )
+        return [TokenLogprobs(float(value), top) for value, top in zip(chosen, likeliest, strict=True)]
 
 
 def token_choice(

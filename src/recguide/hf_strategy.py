@@ -131,6 +131,7 @@ def generate_with_strategy(
     frequency_penalty: float = 0.0,
     thinking_budget: int | None = None,
     output_logprobs: bool = False,
+    top_logprobs: int = 0,
     output_records: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -153,6 +154,7 @@ def generate_with_strategy(
         presence_penalty, frequency_penalty (`float`, defaults to 0.0): see [`OutputPenaltyLogitsProcessor`].
         thinking_budget (`int`, *optional*): tokens after which an open `<think>` is closed; needs `tokenizer=`.
         output_logprobs (`bool`, defaults to `False`): fill [`RecGuideOutput.logprobs`], with `return_dict_in_generate=True`.
+        top_logprobs (`int`, defaults to 0): fill [`RecGuideOutput.top_logprobs`] with so many a place; needs `output_logprobs`.
         output_records (`bool`, defaults to `False`): fill [`RecGuideOutput.records`], likewise.
 
     Returns:
@@ -179,6 +181,7 @@ def generate_with_strategy(
         thinking_budget=thinking_budget,
         thinking_markers=_thinking_markers(kwargs.get("tokenizer")) if thinking_budget is not None else None,
         output_logprobs=output_logprobs,
+        top_logprobs=top_logprobs,
         output_records=output_records,
         streamer=kwargs.get("streamer"),
     )

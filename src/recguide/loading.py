@@ -48,8 +48,14 @@ def chat_ids(tokenizer: Any, prompt: str) -> torch.Tensor:
     if tokenizer.chat_template is None:
         plain: torch.Tensor = tokenizer(prompt, return_tensors="pt")["input_ids"]
         return plain
-    messages = [{"role": "user", "content": prompt}]
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    return conversation_ids(tokenizer, [{"role": "user", "content": prompt}])
+
+
+def conversation_ids(tokenizer: Any, messages: list[dict[str, str]], **template_options: Any) -> torch.Tensor:
+    """`int64[1, T]`: messages by the tokenizer's chat template, up to where the answer begins."""
+    encoded = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **template_options
+    )
     ids: torch.Tensor = encoded["input_ids"]
     return ids
 

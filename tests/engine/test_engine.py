@@ -13,7 +13,16 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 import recguide
-from recguide import ConfigError, Engine, EngineConfig, Hook, InputError, NemotronLabsDiffusionModel, UnsupportedError
+from recguide import (
+    ConfigError,
+    Engine,
+    EngineConfig,
+    ForwardRecord,
+    Hook,
+    InputError,
+    NemotronLabsDiffusionModel,
+    UnsupportedError,
+)
 from recguide.config import BLOCK_SIZES
 from recguide.engine.scheduler import SCHEDULERS, Bucketed
 from recguide.metrics import DecodeMetrics
@@ -322,6 +331,55 @@ def test_a_strategy_that_is_the_models_default_stays() -> None:
     assert Blocks.sizes == {1}
 
 
+@pytest.mark.parametrize("strategy", ["ar", "recguide"])
+def test_logprobs_come_with_their_tokens_and_are_those_of_generate(strategy: str) -> None:
+    own = model()
+    options: dict[str, Any] = {
+        "max_new_tokens": 20, "do_sample": True, "seed": 4, "output_logprobs": True, "top_logprobs": 2
+    }  # fmt: skip
+    call = own.generate(
+        torch.tensor([[7, 8, 9]]), generation_strategy="ar", return_dict_in_generate=True, **options
+    )
+    values, ids = (part[0].tolist() for part in call.top_logprobs)
+    with Engine(own, small()) as engine:
+        handle = engine.add_request([7, 8, 9], generation_strategy=strategy, **(options | {"seed": call.seeds[0]}))
+        assert handle.logprobs is not None
+        given = 0
+        for tokens in handle:
+            given += len(tokens)
+            assert len(handle.logprobs) >= given
+        result = handle.result()
+        alone = engine.add_request([7, 8, 9], max_new_tokens=3)
+        assert alone.result(60).logprobs is None
+        assert alone.logprobs is None
+    assert result.tokens == call.sequences[0, 3:].tolist()
+    assert result.logprobs is not None
+    assert [one.logprob for one in result.logprobs] == pytest.approx(call.logprobs[0].tolist(), abs=1e-4)
+    assert [[token for token, _ in one.top] for one in result.logprobs] == ids
+    assert [[value for _, value in one.top] for one in result.logprobs] == [pytest.approx(row, abs=1e-4) for row in values]
+
+
+def test_status_tells_who_runs_and_who_waits() -> None:
+    go_on, running = threading.Event(), threading.Event()
+
+    class Halt(Hook):
+        def on_prefill(self, record: ForwardRecord) -> None:
+            running.set()
+            go_on.wait(60)
+
+    with Engine(model(), small(max_requests=1), [Halt()]) as engine:
+        before = engine.status()
+        handles = [engine.add_request([7, 8, 9], max_new_tokens=4) for _ in range(3)]
+        assert running.wait(60)
+        busy = engine.status()
+        go_on.set()
+        for handle in handles:
+            handle.result(60)
+    assert (before.running, before.waiting, before.free_pages) == (0, 0, before.pages)
+    assert (busy.running, busy.waiting) == (1, 2)
+    assert busy.free_pages < busy.pages
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -329,7 +387,9 @@ def test_a_strategy_that_is_the_models_default_stays() -> None:
         ({"prompt_ids": [7, 64]}, InputError, "Token 64 is not of the model's vocabulary"),
         ({"prompt_ids": torch.tensor([[7, 8]])}, InputError, "flat sequence"),
         ({"prompt_ids": "hello"}, InputError, "flat sequence"),
-        ({"output_logprobs": True}, UnsupportedError, "output_logprobs"),
+        ({"output_logits": True}, UnsupportedError, "output_logits"),
+        ({"top_logprobs": 2}, ConfigError, "goes with output_logprobs=True"),
+        ({"top_logprobs": 129, "output_logprobs": True}, ConfigError, "from 0 to 128; got 129"),
         ({"cache": object()}, UnsupportedError, "cache"),
         ({"prompt_ids": [7] * 600}, InputError, "600 tokens; the model's context is 512"),
         ({"max_new_tokens": 20000}, InputError, "KV pages"),

@@ -18,6 +18,7 @@ import torch
 from ..adapter import ModelAdapter
 from ..config import ForwardConfig
 from ..errors import ConfigError, InputError, UnsupportedError
+from ..hf_outputs import ScoreRecorder, TokenLogprobs
 from ..hf_processors import own_copy
 from ..hf_strategy import STRATEGY, checked_hooks, prepared_call
 from ..hooks import Hook, Hooks
@@ -35,10 +36,9 @@ _NOT_HERE = {
     "streamer": "iterate over the handle.",
     "recguide_hooks": "give hooks to the engine.",
     "cache": "it has its own; prefix_sharing keeps common beginnings.",
-    "return_dict_in_generate": "a handle's result() has tokens, reason and seed.",
+    "return_dict_in_generate": "a handle's result() has tokens, reason, seed and log-probabilities.",
     "output_scores": "scores are not kept; use generate().",
     "output_logits": "logits are not kept; use generate().",
-    "output_logprobs": "log-probabilities are not kept; use generate().",
     "output_records": "give a hook to the engine; its on_commit gets the round records.",
 }
 
@@ -91,6 +91,7 @@ class RequestResult:
         error (`Exception`, *optional*): what went wrong, where the reason is `error`.
         seed (`int`, *optional*): of its sampling.
         preempted (`int`): how often it lost its pages to others.
+        logprobs (`list[TokenLogprobs]`, *optional*): of each token, with `output_logprobs=True`.
     """
 
     request_id: int
@@ -99,6 +100,26 @@ class RequestResult:
     error: Exception | None = None
     seed: int | None = None
     preempted: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """
+    How busy an engine is.
+
+    Args:
+        running (`int`): requests that hold a place, prefilled or not.
+        waiting (`int`): those that have none yet, or lost it.
+        pages, free_pages (`int`): KV pages in all, and those that nobody holds.
+        prices (`dict[str, float]`): committed tokens that a millisecond is worth to each policy in use that prices time.
+    """
+
+    running: int
+    waiting: int
+    pages: int
+    free_pages: int
+    prices: dict[str, float]
 
 
 class RequestHandle(Feed[list[int]]):
@@ -108,6 +129,8 @@ class RequestHandle(Feed[list[int]]):
         super().__init__()
         self.request_id = request_id
         self.seed = seed
+        self.logprobs: list[TokenLogprobs] | None = None
+        """With `output_logprobs=True`, of the tokens given so far, and perhaps of some that are still to come."""
         self._engine = engine
         self._given = 0
         self._result: RequestResult | None = None
@@ -140,6 +163,7 @@ class RequestHandle(Feed[list[int]]):
 class _Job:
     entry: Entry
     handle: RequestHandle
+    recorder: ScoreRecorder
 
 
 class Engine:
@@ -241,7 +265,9 @@ class Engine:
         request.id = next(self._ids)
         entry = Entry(request)
         _guard(entry)
-        job = _Job(entry, RequestHandle(self, request.id, call.seeds[0] if call.seeds else None))
+        job = _Job(entry, RequestHandle(self, request.id, call.seeds[0] if call.seeds else None), call.recorder)
+        if call.recorder.active:
+            job.handle.logprobs = []
         with self._changed:
             if self._closing:
                 raise UnsupportedError("The engine is closed; make a new one.")
@@ -284,6 +310,18 @@ class Engine:
                     ended.put(handle._result)
         for _ in range(count):
             yield ended.get()
+
+    def status(self) -> EngineStatus:
+        """How busy it is just now."""
+        with self._changed:
+            arriving = len(self._arrivals)
+        return EngineStatus(
+            running=len(self._runner.admitted),
+            waiting=arriving + len(self._runner.waiting),
+            pages=self._pool.num_pages,
+            free_pages=self._pool.free_pages,
+            prices=self._policies.prices(),
+        )
 
     def close(self, drain: bool = False) -> None:
         """
@@ -354,6 +392,8 @@ class Engine:
         request = entry.request
         job = self._jobs[request.id]
         output = request.tokens[request.prompt_tokens :]
+        if (known := job.handle.logprobs) is not None:
+            known += job.recorder.token_logprobs(0, len(known))
         job.handle._advance(output)
         if request.finished is None:
             return
@@ -364,6 +404,7 @@ class Engine:
             error=entry.failure,
             seed=job.handle.seed,
             preempted=entry.preempted,
+            logprobs=known if known is None else known[: len(output)],
         )
         with self._changed:
             del self._jobs[request.id]

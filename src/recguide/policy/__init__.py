@@ -59,6 +59,12 @@ class Policies:
                 self._made[key] = _make(config, tables)
             return self._made[key]
 
+    def prices(self) -> dict[str, float]:
+        """Of those in use that price time ([`BlockPolicy.price`]), by the strategy's or policy's name."""
+        with self._lock:
+            named = [("auto" if key[0] == "auto" else key[1], policy.price) for key, policy in self._made.items()]
+        return {name: price for name, price in named if price is not None}
+
 
 class PolicyShelf:
     """

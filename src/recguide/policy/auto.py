@@ -159,8 +159,9 @@ class Auto(BlockPolicy):
         Time saved in a hard stretch of a text is not spent on an easier one, since the text must be written as it stands. But what the last
         rounds foretell is only partly true.
         """
+        self.price = self._price.value
         share: float = (expected[-1] / self._prospects.mean[-1]) ** LOCALITY
-        return self._price.value * share
+        return self.price * share
 
     # --- the guard ---
 

@@ -13,6 +13,8 @@ class BlockPolicy:
     """
 
     max_block: int
+    price: float | None = None
+    """Committed tokens that a millisecond was worth in its last decision; None for one that prices nothing, or before the first."""
 
     def block_size(self, request: int, load: int) -> int:
         """

@@ -56,7 +56,7 @@ class VerificationGuided(BlockPolicy):
         if history.certainty is None:
             return self._first.block_size(request, load)
         expected = self._progress.expected(history.certainty, history.last_block, history.was_full)
-        price = self._prices.at(load).value
+        self.price = price = self._prices.at(load).value
         worth = {size: expected[size] - price * self._costs.round_ms(load, size) for size in self._sizes}
         best = max(self._sizes, key=lambda size: worth[size])
         last = history.last_block
