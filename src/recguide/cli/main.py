@@ -47,6 +47,7 @@ from .options import (
     names,
     whole_numbers,
 )
+from .serve import serve
 from .simulate import simulate
 
 app = typer.Typer(
@@ -327,6 +328,7 @@ def demo(
 app.command()(profile)
 app.command()(calibrate)
 app.command()(simulate)
+app.command()(serve)
 app.add_typer(evaluation.app, name="eval")
 
 

@@ -1,0 +1,180 @@
+"""One server, one process: a model, its engine, and HTTP before it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from ..config import RecGuideConfig
+from ..engine import Engine, EngineConfig
+from ..errors import ConfigError, MissingDependencyError
+from .app import Access, create_app
+from .metrics import ServerMetrics
+from .observer import EngineObserver
+from .request_log import no_span, opentelemetry_span
+from .service import Limits, Service
+from .tokens import LocalEngine
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+ROUND_TOKENS = 256
+"""KV slots that a request's rounds may need beyond its text: blocks of 64 with three branches."""
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """
+    How a server is run.
+
+    Args:
+        name (`str`): the model's, as requests call it.
+        host (`str`), port (`int`): to listen on; port 0 is a free one.
+        engine (`EngineConfig`): sizes of the engine.
+        speculation (`RecGuideConfig`): of requests that name none.
+        max_waiting (`int`): answers that may wait for a place; whoever comes then gets 429.
+        request_seconds (`float`): that a request may take.
+        drain_seconds (`float`): that requests under way have when the server is told to stop.
+        api_key (`str`, *optional*), max_body_bytes (`int`), log_prompts (`bool`): see [`Access`].
+        traces (`bool`): OpenTelemetry spans, exported as the `OTEL_…` variables of the environment say.
+    """
+
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    speculation: RecGuideConfig = field(default_factory=lambda: RecGuideConfig(strategy="auto"))
+    max_waiting: int = 128
+    request_seconds: float = 600.0
+    drain_seconds: float = 30.0
+    api_key: str | None = None
+    max_body_bytes: int = 1_000_000
+    log_prompts: bool = False
+    traces: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_waiting", "max_body_bytes"):
+            if getattr(self, name) < (name == "max_body_bytes"):
+                raise ConfigError(f"{name} must be 0 or more; got {getattr(self, name)!r}.")
+        for name in ("request_seconds", "drain_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0; got {getattr(self, name)!r}.")
+        if self.api_key is not None and len(self.api_key) < 16:
+            raise ConfigError("The API key must have 16 characters or more; a short one can be guessed.")
+
+
+def sampling_of(model: Any) -> dict[str, Any]:
+    """Sampling of requests that say nothing: as the model's generation config has it where it samples, else as of OpenAI's API."""
+    usual = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}
+    config = model.generation_config
+    if not config.do_sample:
+        return usual
+    return {name: value if (own := getattr(config, name, None)) is None else own for name, value in usual.items()}
+
+
+def context_of(model: Any, engine: Engine) -> int:
+    """Tokens that prompt and answer may have together: what the model and the engine's pages both hold."""
+    slots = engine.status().pages * engine.config.page_size - ROUND_TOKENS
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = slots if longest is None else min(slots, longest)
+    if context < 2:
+        raise ConfigError(f"The engine's KV pages hold no request: {engine.config.kv_bytes} bytes. Raise kv_bytes.")
+    if context == slots and longest is not None:
+        logger.warning("Requests may have %d tokens; the model's %d would need more kv_bytes.", slots, longest)
+    return context
+
+
+def build(model: Any, tokenizer: Any, config: ServerConfig) -> FastAPI:
+    """
+    The application of one process; its engine runs while the application does.
+
+    Args:
+        model, tokenizer: an attached model and its tokenizer.
+        config (`ServerConfig`): sizes, limits and access.
+    """
+    observer = EngineObserver()
+    engine = Engine(model, config.engine, [observer])
+    local = LocalEngine(engine, observer, tokenizer)
+    limits = Limits(config.engine.max_requests, config.max_waiting, config.request_seconds, context_of(model, engine))
+    service = Service(config.name, tokenizer, local, limits, sampling_of(model), config.speculation)
+    service.config_of(None)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        # uvicorn has let the requests under way end, for as long as it may; whoever is left is cancelled.
+        engine.close()
+
+    is_local = config.host in LOOPBACK or config.host.startswith("127.")
+    # Without a key, a page in the user's browser could reach the server under a name of its own that points here.
+    hosts = (*LOOPBACK, "[::1]", config.host) if is_local and config.api_key is None else None
+    access = Access(config.api_key, hosts, config.max_body_bytes, config.log_prompts)
+    app = create_app(
+        service, ServerMetrics(service, local), access, _tracer_span() if config.traces else no_span, lifespan
+    )
+    app.state.service = service
+    return app
+
+
+def _tracer_span() -> Any:
+    try:
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise MissingDependencyError('Traces need OpenTelemetry: pip install "recguide[otel]".') from error
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    trace.set_tracer_provider(provider)
+    return opentelemetry_span(provider.get_tracer("recguide"))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, that tells the service when it starts to shut down."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, host: str) -> None:
+        super().__init__(config)
+        self._service, self._host = service, host
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            port = self.servers[0].sockets[0].getsockname()[1]
+            shown = f"[{self._host}]" if ":" in self._host else self._host
+            logger.info("Serving %s at http://%s:%d/v1", self._service.name, shown, port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.is_draining = True
+        logger.info("Stopping; %d answers under way.", self._service.under_way)
+        await super().shutdown(sockets)
+
+
+def serve(model: Any, tokenizer: Any, config: ServerConfig) -> None:
+    """
+    Serve until SIGINT or SIGTERM; then end what is under way, and return.
+
+    Args:
+        model, tokenizer: an attached model and its tokenizer.
+        config (`ServerConfig`): sizes, limits and access.
+    """
+    if config.api_key is None and not (config.host in LOOPBACK or config.host.startswith("127.")):
+        logger.warning("Listening on %s without an API key: whoever reaches it may use it.", config.host)
+    app = build(model, tokenizer, config)
+    settings = uvicorn.Config(
+        app,
+        host=config.host,
+        port=config.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(config.drain_seconds),
+    )
+    _Server(settings, app.state.service, config.host).run()
