@@ -25,7 +25,6 @@ from .policy import SHELF, Policies
 from .rounds import Request
 from .sampling import Sampling, row_seed
 
-
 MOST_TOP_LOGPROBS = 128
 """Likeliest tokens that can be asked for at each place."""
 

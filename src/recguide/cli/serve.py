@@ -22,13 +22,17 @@ from .options import BackendOption, CompileOption, DeviceOption, DtypeOption, Gr
 
 def serve(
     model: Annotated[str, typer.Argument(help=f"{TINY} (embedded), a directory, or a hub name.")] = TINY,
-    served_model_name: Annotated[str | None, typer.Option(help="As requests call it; by default as it is named here.")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="As requests call it; by default as it is named here.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one; the log says which.")] = 8000,
     strategy: Annotated[str, typer.Option(help=f"Of requests that name none: {', '.join(STRATEGIES)}.")] = "auto",
     block_size: Annotated[int | None, typer.Option(help="Likewise; not with auto, which decides by itself.")] = None,
     policy: Annotated[str | None, typer.Option(help="Block policy, likewise.")] = None,
-    tables: Annotated[str | None, typer.Option(help="Directory that `recguide profile` and `calibrate` have written.")] = None,
+    tables: Annotated[
+        str | None, typer.Option(help="Directory that `recguide profile` and `calibrate` have written.")
+    ] = None,
     max_requests: Annotated[int, typer.Option(min=1, help="Answers written at once.")] = 32,
     max_waiting: Annotated[int, typer.Option(min=0, help="Answers that may wait; whoever comes then gets 429.")] = 128,
     kv_mib: Annotated[int, typer.Option(min=1, help="Memory of the KV pages, in MiB.")] = 256,
@@ -44,7 +48,9 @@ def serve(
     ] = None,
     api_key: Annotated[str | None, typer.Option(envvar="RECGUIDE_API_KEY", hidden=True)] = None,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
-    traces: Annotated[bool, typer.Option("--traces", help="OpenTelemetry spans (extra: otel), as OTEL_… variables say.")] = False,
+    traces: Annotated[
+        bool, typer.Option("--traces", help="OpenTelemetry spans (extra: otel), as OTEL_… variables say.")
+    ] = False,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     attention_backend: BackendOption = "auto",

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -211,7 +211,8 @@ def _handle_errors(app: FastAPI) -> None:
             error_body(str(error.detail), "invalid_request_error"), error.status_code, headers=error.headers
         )
 
-    for kind in (RecGuideError, Overloaded, _UnknownModel, TimeoutError, Exception):
+    kinds: tuple[type[Exception], ...] = (RecGuideError, Overloaded, _UnknownModel, TimeoutError, Exception)
+    for kind in kinds:
 
         @app.exception_handler(kind)
         async def refused(request: Request, error: Exception) -> JSONResponse:
@@ -256,25 +257,27 @@ class _Answering(Response):
                 record |= {"strategy": exchange.strategy, "prompt_tokens": exchange.prompt_tokens}
                 self._metrics.prompts(exchange.prompt_tokens)
                 try:
-                    await self._write(exchange, send)
+                    if (failure := await self._write(exchange, send)) is not None:
+                        record["error"] = type(failure).__name__
                 finally:
                     record |= _costs(exchange)
         except Exception as error:
-            record["error"] = f"{type(error).__name__}: {error}"
+            # Its message may repeat what was sent, which stays out of the log.
+            record["error"] = type(error).__name__
             raise
 
-    async def _write(self, exchange: Exchange, send: Send) -> None:
+    async def _write(self, exchange: Exchange, send: Send) -> Exception | None:
         service, body = self._service, self._body
         reply = Reply(isinstance(body, ChatRequest), service.name, exchange, service.tokenizer)
         async with contextlib.aclosing(self._counted(exchange)) as pieces:
             if body.stream:
-                await _send_events(reply, pieces, body.include_usage, send)
-                return
+                return await _send_events(reply, pieces, body.include_usage, send)
             async for piece in pieces:
                 reply.take(piece)
         await _send_json(send, 200, reply.body())
+        return None
 
-    async def _counted(self, exchange: Exchange) -> AsyncIterator[Piece]:
+    async def _counted(self, exchange: Exchange) -> AsyncGenerator[Piece]:
         written = dict.fromkeys(range(len(exchange.requests)), 0)
         async with contextlib.aclosing(self._service.answers(exchange)) as pieces:
             async for piece in pieces:
@@ -307,13 +310,16 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None], se
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def _send_events(reply: Reply, pieces: AsyncIterator[Piece], include_usage: bool, send: Send) -> None:
+async def _send_events(
+    reply: Reply, pieces: AsyncGenerator[Piece], include_usage: bool, send: Send
+) -> Exception | None:
+    """Send a stream; what has ended it early, where something has."""
     # What cannot be answered is known with the first piece at the latest, and gets a status of its own.
     first = await anext(pieces)
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    for event in reply.openings():
-        await _send_event(send, event)
+    for opening in reply.openings():
+        await _send_event(send, opening)
     try:
         if (event := reply.event(first)) is not None:
             await _send_event(send, event)
@@ -326,7 +332,8 @@ async def _send_events(reply: Reply, pieces: AsyncIterator[Piece], include_usage
     except Exception as error:
         # The status is out; clients look for `error` in an event.
         await _send_text(send, f"data: {bytes(_refusal(error).body).decode()}\n\n", more=False)
-        raise
+        return error
+    return None
 
 
 async def _send_event(send: Send, event: dict[str, Any]) -> None:
@@ -354,5 +361,7 @@ def _costs(exchange: Exchange) -> dict[str, Any]:
     if exchange.figures:
         for name in ("queue", "ttft", "e2e"):
             costs[f"{name}_s"] = round(max(getattr(figures, name) for figures in exchange.figures.values()), 4)
-        costs |= {name: exchange.total(name) for name in ("rounds", "forwards", "reused", "drafted", "accepted", "preempted")}
+        costs |= {
+            name: exchange.total(name) for name in ("rounds", "forwards", "reused", "drafted", "accepted", "preempted")
+        }
     return costs

@@ -29,10 +29,12 @@ class ServerMetrics:
 
     def __init__(self, service: Service, local: LocalEngine | None = None) -> None:
         self._registry = CollectorRegistry()
-        names = {"registry": self._registry, "labelnames": ("model_name",)}
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Any:
-            return Histogram(name, text, buckets=buckets, **names).labels(service.name)
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, ("model_name",), registry=self._registry).labels(service.name)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            return Histogram(name, text, ("model_name",), registry=self._registry, buckets=buckets).labels(service.name)
 
         self._queue = histogram("vllm:request_queue_time_seconds", "From submission to the first forward.")
         self._ttft = histogram("vllm:time_to_first_token_seconds", "From submission to the first token.")
@@ -40,13 +42,14 @@ class ServerMetrics:
         self._tpot = histogram(
             "vllm:request_time_per_output_token_seconds", "Between an answer's tokens, in its mean.", _SECONDS_A_TOKEN
         )
-        self._prompt = Counter("vllm:prompt_tokens", "Prompt tokens of answered requests.", **names).labels(service.name)
-        self._generated = Counter("vllm:generation_tokens", "Tokens written.", **names).labels(service.name)
-        self._preempted = Counter(
-            "vllm:num_preemptions", "Times an answer lost its KV pages to others.", **names
-        ).labels(service.name)
+        self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of answered requests.")
+        self._generated = counter("vllm:generation_tokens", "Tokens written.")
+        self._preempted = counter("vllm:num_preemptions", "Times an answer lost its KV pages to others.")
         self._success = Counter(
-            "vllm:request_success", "Answers that came to their end.", ("model_name", "finished_reason"), registry=self._registry
+            "vllm:request_success",
+            "Answers that came to their end.",
+            ("model_name", "finished_reason"),
+            registry=self._registry,
         )
         self._http = Counter(
             "recguide_http_requests", "HTTP requests by path and status; 499: the client had gone.", ("path", "status"),
@@ -93,8 +96,12 @@ class _State(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        yield self._gauge("recguide_answers_under_way", "Answers taken on, running or waiting.", self._service.under_way)
-        mode = GaugeMetricFamily("recguide_mode", "1 for the strategy of requests that name none.", labels=("strategy",))
+        yield self._gauge(
+            "recguide_answers_under_way", "Answers taken on, running or waiting.", self._service.under_way
+        )
+        mode = GaugeMetricFamily(
+            "recguide_mode", "1 for the strategy of requests that name none.", labels=("strategy",)
+        )
         for strategy in STRATEGIES:
             mode.add_metric((strategy,), float(strategy == self._service.speculation.strategy))
         yield mode
@@ -109,7 +116,9 @@ class _State(Collector):
         used = 1 - status.free_pages / status.pages
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV pages that are held; 1 is all.", used)
         rho = GaugeMetricFamily(
-            "recguide_rho_tokens_per_ms", "Committed tokens that a millisecond is worth to a policy.", labels=("policy",)
+            "recguide_rho_tokens_per_ms",
+            "Committed tokens that a millisecond is worth to a policy.",
+            labels=("policy",),
         )
         for policy, price in status.prices.items():
             rho.add_metric((policy,), price)
@@ -118,27 +127,42 @@ class _State(Collector):
     def _of_drafts(self, observer: EngineObserver) -> Iterator[Metric]:
         seen, recent = observer.counts(), observer.recent()
         yield self._counter("vllm:spec_decode_num_drafts", "Rounds that verified a draft.", seen.drafts)
-        yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens that were verified.", seen.draft_tokens)
         yield self._counter(
-            "vllm:spec_decode_num_accepted_tokens", "Drafted tokens that the verifier agreed with.", seen.accepted_tokens
+            "vllm:spec_decode_num_draft_tokens", "Drafted tokens that were verified.", seen.draft_tokens
+        )
+        yield self._counter(
+            "vllm:spec_decode_num_accepted_tokens",
+            "Drafted tokens that the verifier agreed with.",
+            seen.accepted_tokens,
         )
         yield self._counters(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Likewise, by place in the draft.", "position", seen.accepted_by_position
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Likewise, by place in the draft.",
+            "position",
+            seen.accepted_by_position,
         )
         yield self._counters("recguide_forwards", "Forwards, by kind.", "kind", seen.forwards)
         yield self._counters("recguide_query_tokens", "Query tokens of forwards, by kind.", "kind", seen.query_tokens)
-        yield self._counters("recguide_round_outcomes", "Rounds by their end: what became of branches.", "outcome", seen.outcomes)
+        yield self._counters(
+            "recguide_round_outcomes", "Rounds by their end: what became of branches.", "outcome", seen.outcomes
+        )
         share = GaugeMetricFamily(
             "recguide_block_share", "Share of the last rounds, by block size.", labels=("block_size",)
         )
         for size, value in recent.block_share.items():
             share.add_metric((str(size),), value)
         yield share
-        yield self._gauge("recguide_reuse_share", "Share of the last rounds whose draft came from a branch.", recent.reuse_share)
-        yield self._gauge("recguide_bucket_occupancy", "Requests in a verifying forward, in the mean of the last.", recent.occupancy)
+        yield self._gauge(
+            "recguide_reuse_share", "Share of the last rounds whose draft came from a branch.", recent.reuse_share
+        )
+        yield self._gauge(
+            "recguide_bucket_occupancy", "Requests in a verifying forward, in the mean of the last.", recent.occupancy
+        )
         if recent.first_accepted is not None:
             yield self._gauge(
-                "recguide_first_draft_acceptance", "Share of first drafted tokens that were accepted.", recent.first_accepted
+                "recguide_first_draft_acceptance",
+                "Share of first drafted tokens that were accepted.",
+                recent.first_accepted,
             )
         yield self._gauge(
             "recguide_acceptance_collapsed",

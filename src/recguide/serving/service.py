@@ -7,7 +7,7 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,10 +150,7 @@ class Service:
         Raises:
             RecGuideError: it cannot be answered.
         """
-        if isinstance(body, ChatRequest):
-            prompts = [self._chat_ids(body)]
-        else:
-            prompts = [self._prompt_ids(prompt) for prompt in body.prompts]
+        prompts = self._prompts(body)
         config = self.config_of(body.recguide)
         seed = None
         options = self._options(body, config)
@@ -174,8 +171,17 @@ class Service:
         """The server's speculation with a request's changes; another strategy starts from its own defaults."""
         changes = {} if asked is None else asked.options()
         strategy = changes.get("strategy", self.speculation.strategy)
-        kept = dict(vars(self.speculation)) if strategy == self.speculation.strategy else {"tables": self.speculation.tables}
+        kept = (
+            dict(vars(self.speculation))
+            if strategy == self.speculation.strategy
+            else {"tables": self.speculation.tables}
+        )
         return resolve_config(strategy, kept | changes)
+
+    def _prompts(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
+        if isinstance(body, ChatRequest):
+            return [self._chat_ids(body)]
+        return [self._prompt_ids(prompt) for prompt in body.prompts]
 
     def _chat_ids(self, body: ChatRequest) -> list[int]:
         if self.tokenizer.chat_template is None:
@@ -265,7 +271,7 @@ class Service:
 
     # --- from tokens to text ---
 
-    async def answers(self, exchange: Exchange) -> AsyncIterator[Piece]:
+    async def answers(self, exchange: Exchange) -> AsyncGenerator[Piece]:
         """
         The pieces of all answers as they come. Leaving the iteration ends them.
 
@@ -295,9 +301,7 @@ class Service:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(
-        self, index: int, request: TokenRequest, exchange: Exchange, pieces: asyncio.Queue[Any]
-    ) -> None:
+    async def _answer(self, index: int, request: TokenRequest, exchange: Exchange, pieces: asyncio.Queue[Any]) -> None:
         text = VisibleText(self.tokenizer, exchange.stop)
         try:
             async with contextlib.aclosing(self._source.decode(request)) as rounds:

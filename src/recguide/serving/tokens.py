@@ -7,7 +7,7 @@ asked for again elsewhere, and in float32 the same tokens come.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -63,7 +63,7 @@ class End:
 class TokenSource(Protocol):
     """Something that decodes requests: an engine in this process, or many elsewhere."""
 
-    def decode(self, request: TokenRequest) -> AsyncIterator[Round | End]:
+    def decode(self, request: TokenRequest) -> AsyncGenerator[Round | End]:
         """
         Rounds as they come, then one [`End`]. Leaving the iteration (`aclose`) ends the request and frees its place.
 
@@ -87,7 +87,7 @@ class LocalEngine:
         self.engine, self.observer = engine, observer
         self._tokenizer = tokenizer
 
-    async def decode(self, request: TokenRequest) -> AsyncIterator[Round | End]:
+    async def decode(self, request: TokenRequest) -> AsyncGenerator[Round | End]:
         """As of [`TokenSource`]."""
         rules: dict[str, Any] = {}
         if request.stop:
