@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-MEASURED, SIMULATED, PRINTED = "measured here", "simulated", "printed"
+MEASURED, SIMULATED, PRINTED, NOT_MEASURED = "measured here", "simulated", "printed", "not measured here"
 Value = float | list[float]
 """A figure, or median, lowest and highest of repetitions."""
 
