@@ -6,7 +6,7 @@ import csv
 import gzip
 import json
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -264,6 +264,13 @@ def test_strategies_write_and_score_what_plain_decoding_does(compare: ModuleType
 # --- the command ---
 
 
+@pytest.fixture
+def _own_tasks(compare: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The command runs in a folder of its own, and reads only our tasks: lm-eval's are some thousand files."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare, "TaskManager", partial(compare.TaskManager, include_defaults=False))
+
+
 def call(compare: ModuleType, *arguments: str) -> Any:
     app = typer.Typer()
     app.command()(compare.main)
@@ -271,10 +278,10 @@ def call(compare: ModuleType, *arguments: str) -> Any:
     return CliRunner().invoke(app, [*given, *arguments], env={"COLUMNS": "200"})
 
 
+@pytest.mark.usefixtures("_own_tasks")
 def test_the_command_writes_as_it_goes_and_goes_on(
     compare: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     evaluate, evaluated = compare.evaluate, []
 
     def interrupted(*arguments: Any) -> Any:
@@ -307,8 +314,8 @@ def test_the_command_writes_as_it_goes_and_goes_on(
     assert "is no result of this script" in result.output
 
 
-def test_another_seed_takes_other_prompts(compare: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("_own_tasks")
+def test_another_seed_takes_other_prompts(compare: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     scored = compare.simple_evaluate
 
