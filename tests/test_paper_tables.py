@@ -220,6 +220,16 @@ def test_rows_are_written_with_their_range() -> None:
     assert "| not measured here | tiny | DFlash |  |  | a drafter, of one's own |" in text
 
 
+def test_loads_ascend_in_tables() -> None:
+    rows = script("paper_rows")
+    values = [{"C = 2, all": 1.0, "C = 2, each": 2.0, "C = 8, all": 3.0}, {"C = 4, all": 4.0, "C = 16, all": 5.0}]
+    text = rows.markdown(
+        [rows.Row("figure 5", rows.MEASURED, "tiny", "B = 8", some) for some in values], {}, "the paper"
+    )
+    assert "| | model | | C = 2, all | C = 2, each | C = 4, all | C = 8, all | C = 16, all |  |" in text
+    assert "| measured here | tiny | B = 8 | 1 | 2 |  | 3 |  |  |" in text
+
+
 def test_the_ablation_knows_certainty_alone() -> None:
     recordings = simulator.random_recordings(60, 0)
     table = simulator.fit_recordings(recordings, simulator.b200_costs("nld-8b").fingerprint)
