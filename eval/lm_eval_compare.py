@@ -475,13 +475,15 @@ def _summary(results: Sequence[Result]) -> Table:
     table = Table(title="tokens / forward with the prefill", box=None, padding=(0, 1, 0, 0))
     for name in ("task", "strategy", "samples", "scores", "tokens / forward", "reused", "same as plain"):
         left = name in ("task", "strategy", "scores")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name in ("task", "strategy"))
+        table.add_column(
+            name, justify="left" if left else "right", no_wrap=name in ("task", "strategy"), overflow="fold"
+        )
     for result in results:
         table.add_row(
             result.task,
             result.label,
             str(result.samples),
-            ", ".join(f"{name} {value:.3f}" for name, value in result.scores.items()),
+            ", ".join(f"{name.removesuffix(',none')} {value:.3f}" for name, value in result.scores.items()),
             f"{result.tokens_per_forward:.2f}",
             "" if result.reuse_rate is None else f"{result.reuse_rate:.0%}",
             "" if result.label == PLAIN else "yes" if not result.different and result.same_tokens else "NO",
