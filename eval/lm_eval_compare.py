@@ -483,7 +483,7 @@ def _summary(results: Sequence[Result]) -> Table:
             result.task,
             result.label,
             str(result.samples),
-            ", ".join(f"{name.removesuffix(',none')} {value:.3f}" for name, value in result.scores.items()),
+            "\n".join(f"{name.removesuffix(',none')} {value:.3f}" for name, value in result.scores.items()),
             f"{result.tokens_per_forward:.2f}",
             "" if result.reuse_rate is None else f"{result.reuse_rate:.0%}",
             "" if result.label == PLAIN else "yes" if not result.different and result.same_tokens else "NO",
