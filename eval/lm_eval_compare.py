@@ -22,7 +22,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
-# Read when datasets and evaluate are imported: what is asked of the hub can be switched on again from outside.
+# Read when datasets is imported. From outside the bars can be switched on again.
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 import torch
