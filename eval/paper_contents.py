@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from paper_measuring import ABLATION, CONTEXT, DFLASH, FIXED, OURS, SIMULATED_LOADS
-from paper_rows import MEASURED, PRINTED, Row, spread
+from paper_rows import MEASURED, NOT_MEASURED, PRINTED, Row, spread
 
 from recguide import simulator
 from recguide.calibration import BLOCK_SIZES, RoundCost
@@ -55,8 +55,8 @@ def table_2(timed: Timed, model: str) -> list[Row]:
     found = []
     for way in TABLE_2:
         if way not in timed:
-            note = "not measured here: it needs a drafter trained for it (--drafter)"
-            found.append(Row("table 2", MEASURED, model, way, {}, note))
+            note = "it needs a drafter trained for the model (--drafter)"
+            found.append(Row("table 2", NOT_MEASURED, model, way, {}, note))
             continue
         values: dict[str, Any] = {}
         for suite, runs in timed[way].items():
@@ -249,7 +249,7 @@ def figure_2b(costs: Sequence[RoundCost], model: str) -> list[Row]:
             for size in BLOCK_SIZES
         ]
 
-    found = rows(MEASURED, model, costs, f"{CONTEXT} tokens cached")
+    found = rows(MEASURED, model, costs, f"{CONTEXT} tokens cached; medians without range")
     for name in simulator.MODELS:
         wanted = [cost for cost in simulator.b200_costs(name).rounds if cost.load in SIMULATED_LOADS]
         found += rows("published, B200", name, sorted(wanted, key=lambda cost: cost.load), "draft and verify together")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-MEASURED, SIMULATED, PRINTED = "measured here", "simulated", "printed"
+MEASURED, SIMULATED, PRINTED, NOT_MEASURED = "measured here", "simulated", "printed", "not measured here"
 Value = float | list[float]
 """A figure, or median, lowest and highest of repetitions."""
 
@@ -81,13 +82,19 @@ def markdown(rows: Sequence[Row], about: dict[str, Any], source: str) -> str:
     ]
     for table, title in TITLES.items():
         some = [row for row in rows if row.table == table]
-        columns = list(dict.fromkeys(column for row in some for column in row.values))
+        columns = sorted(dict.fromkeys(column for row in some for column in row.values), key=_load)
         lines += ["", f"## {title}", "", f"| | model | | {' | '.join([*columns, ''])} |"]
         lines.append(f"|{'---|' * (len(columns) + 4)}")
         for row in some:
             shown = [_shown(table, column, row.values.get(column)) for column in columns]
             lines.append(f"| {row.kind} | {row.model} | {row.name} | {' | '.join([*shown, row.note])} |")
     return "\n".join(lines) + "\n"
+
+
+def _load(column: str) -> int:
+    """By which columns stand: loads ascend, whoever was measured at them; others stay as they come."""
+    found = re.match(r"C = (\d+)", column)
+    return int(found[1]) if found else 0
 
 
 def _shown(table: str, column: str, value: Value | None) -> str:

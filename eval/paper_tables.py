@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -153,11 +154,15 @@ def _drafter(where: str, model: Any, tokenizer: Any) -> Drafter:
     module, colon, name = where.partition(":")
     if not colon:
         raise ConfigError(f"--drafter expects MODULE:NAME; got {where!r}.")
+    # A script finds what is beside it; a drafter is where the user is.
+    sys.path.append(str(Path.cwd()))
     try:
         make = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"--drafter {where}: {error}.") from error
     found: Drafter = make(model, tokenizer)
+    if not callable(getattr(found, "propose", None)):
+        raise ConfigError(f"--drafter {where} gave {found!r}; expected an object with propose(tokens, count).")
     return found
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from recguide import simulator
+from recguide import ConfigError, simulator
 from recguide.calibration import ALL, RoundCost
 from recguide.structs import Draft, Guess, Outcome, RoundRecord
 from recguide.testing import toy_model
@@ -76,6 +76,25 @@ def test_a_separate_drafter_stops_at_the_end() -> None:
     assert output == expected[: expected.index(end) + 1]
 
 
+def test_a_drafter_is_found_where_the_user_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    find = script("paper_tables")._drafter
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "drafter_of_one_s_own.py").write_text(
+        "class Silent:\n    def propose(self, tokens, count):\n        return []\n\n\n"
+        "def make(model, tokenizer):\n    return Silent()\n\n\ndef forgotten(model, tokenizer):\n    pass\n"
+    )
+    assert find("drafter_of_one_s_own:make", None, None).propose([1], 2) == []
+    for where, message in (
+        ("drafter_of_one_s_own", "expects MODULE:NAME"),
+        ("drafter_of_one_s_own:other", "has no attribute 'other'"),
+        ("no_such_drafter:make", "No module named"),
+        ("drafter_of_one_s_own:forgotten", "gave None; expected an object with propose"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            find(where, None, None)
+
+
 # --- tables ---
 
 
@@ -99,8 +118,8 @@ def test_table_2() -> None:
     # 5 and 5, 2.5 and 2, 5 and 1.
     assert ours["speed-up, mean"] == [3, 2.25, 5]
     assert found[rows.MEASURED, "tiny", "AR"].values["tau, mean"] == 2
-    missing = found[rows.MEASURED, "tiny", "DFlash"]
-    assert (missing.values, missing.note[:17]) == ({}, "not measured here")
+    missing = found[rows.NOT_MEASURED, "tiny", "DFlash"]
+    assert (missing.values, missing.note[:18]) == ({}, "it needs a drafter")
     printed = found[rows.PRINTED, "nld-8b", "RecGuide"].values
     assert printed["tau, mean"] == 14.02
     assert printed["tau, code"] == pytest.approx((13.64 + 11.08 + 13.54) / 3)
@@ -190,15 +209,25 @@ def test_rows_are_written_with_their_range() -> None:
     rows = script("paper_rows")
     some = [
         rows.Row("table 2", rows.MEASURED, "tiny", "AR", {"tau, math": 2.0, "speed-up, math": [1.0, 0.9, 1.1]}),
-        rows.Row("table 2", rows.MEASURED, "tiny", "DFlash", {}, "not measured here, a drafter is needed"),
+        rows.Row("table 2", rows.NOT_MEASURED, "tiny", "DFlash", {}, "a drafter, of one's own"),
     ]
     lines = list(csv.reader([rows.CSV_HEADER, *rows.csv_lines(some)]))
     assert lines[1] == ["table 2", "measured here", "tiny", "AR", "tau, math", "2.0", "", "", ""]
     assert lines[2][5:8] == ["1.0", "0.9", "1.1"]
-    assert lines[3][4:] == ["", "", "", "", "not measured here, a drafter is needed"]
+    assert lines[3][1:] == ["not measured here", "tiny", "DFlash", "", "", "", "", "a drafter, of one's own"]
     text = rows.markdown(some, {"threads": 1}, "the paper")
     assert "| measured here | tiny | AR | 2.00 | 1.00 (0.90 to 1.10) |  |" in text
-    assert "| measured here | tiny | DFlash |  |  | not measured here, a drafter is needed |" in text
+    assert "| not measured here | tiny | DFlash |  |  | a drafter, of one's own |" in text
+
+
+def test_loads_ascend_in_tables() -> None:
+    rows = script("paper_rows")
+    values = [{"C = 2, all": 1.0, "C = 2, each": 2.0, "C = 8, all": 3.0}, {"C = 4, all": 4.0, "C = 16, all": 5.0}]
+    text = rows.markdown(
+        [rows.Row("figure 5", rows.MEASURED, "tiny", "B = 8", some) for some in values], {}, "the paper"
+    )
+    assert "| | model | | C = 2, all | C = 2, each | C = 4, all | C = 8, all | C = 16, all |  |" in text
+    assert "| measured here | tiny | B = 8 | 1 | 2 |  | 3 |  |  |" in text
 
 
 def test_the_ablation_knows_certainty_alone() -> None:

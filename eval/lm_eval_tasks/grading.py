@@ -53,7 +53,8 @@ def humaneval_results(doc: Doc, results: list[str]) -> dict[str, float]:
 
 def mbpp_results(doc: Doc, results: list[str]) -> dict[str, float]:
     _, fence, block = results[0].partition("```")
-    code = block.partition("```")[0].removeprefix("python") if fence else results[0]
+    # Behind the fence stands the language, by one name or another.
+    code = block.partition("\n")[2].partition("```")[0] if fence else results[0]
     program = "\n".join([code, doc.get("test_setup_code") or "", *doc["test_list"]])
     return {"passed": float(runs(program, **LIMITS))}
 

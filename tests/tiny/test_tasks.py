@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -103,6 +104,51 @@ def test_sandbox_rejects(source: str) -> None:
 
 def test_sandbox_accepts() -> None:
     assert runs("assert sum([1, 2]) == 3\nprint('x' * 100)")
+    assert runs("import os\nwith open(os.devnull, 'w') as file: print('x', file=file)")
+    # More than an argument of a command may have.
+    assert runs("x = 1\n" * 50_000)
+    # Names of types are looked up in the program's module.
+    assert runs(
+        "import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: 'list[int]' = None\nassert A.__module__ == __name__"
+    )
+
+
+def test_sandbox_is_the_same_every_time() -> None:
+    odd = "assert hash('a') % 2"
+    assert len({runs(odd) for _ in range(10)}) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os; os.remove({file!r})",
+        "import os; os.rename({file!r}, {file!r} + '.old')",
+        "import os; os.truncate({file!r}, 0)",
+        "import os; os.chmod({file!r}, 0)",
+        "import os; os.close(os.open({file!r}, os.O_RDWR | os.O_TRUNC))",
+        "open({file!r}, 'w').close()",
+        "import pathlib; pathlib.Path({file!r}).unlink()",
+        "import os, shutil; shutil.rmtree(os.path.dirname({file!r}))",
+        "import os; os.mkdir({file!r} + '.d')",
+        "import os; os.symlink({file!r}, 'x')",
+        "import os; os.kill(os.getppid(), 0)",
+        "import signal, os; os.killpg(0, signal.SIGCONT)",
+        # What multiprocessing starts processes with.
+        "import multiprocessing.util as u, os; u.spawnv_passfds(b'/bin/true', [b'true'], [])",
+    ],
+)
+def test_sandbox_leaves_all_else_alone(source: str, tmp_path: Path) -> None:
+    file = tmp_path / "own"
+    file.write_text("kept")
+    source = source.format(file=str(file))
+    assert not runs(source)
+    # Refused, not failed for another reason.
+    body = "\n".join(f"    {line}" for line in source.splitlines())
+    assert runs(
+        f"try:\n{body}\nexcept PermissionError as error:\n    assert 'not allowed here' in str(error)\nelse:\n    1 / 0"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["own"]
+    assert file.read_text() == "kept"
 
 
 def test_sandbox_refuses_before_a_socket_is_made() -> None:

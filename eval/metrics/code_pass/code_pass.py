@@ -42,16 +42,15 @@ class CodePass(evaluate.Metric):
         cpu_seconds: int = 10,
         memory_mib: int = 1024,
     ) -> dict[str, Any]:
+        fewest = min(map(len, predictions))
+        if wrong := [draws for draws in k if not 1 <= draws <= fewest]:
+            raise ValueError(f"pass@{wrong[0]} needs as many candidates for each problem; got {fewest}.")
         limits: dict[str, Any] = {"timeout": 3.0 * cpu_seconds, "cpu_seconds": cpu_seconds, "memory_mib": memory_mib}
         passed = [
             sum(runs(f"{program}\n{tests}", **limits) for program in candidates)
             for candidates, tests in zip(predictions, references, strict=True)
         ]
         counts = list(zip(map(len, predictions), passed, strict=True))
-        if short := [draws for draws in k if draws > min(n for n, _ in counts)]:
-            raise ValueError(
-                f"pass@{short[0]} needs as many candidates for each problem; got {min(n for n, _ in counts)}."
-            )
         # 1 - the odds that none of k drawn without replacement passes.
         return {
             f"pass@{draws}": sum(1 - comb(n - right, draws) / comb(n, draws) for n, right in counts) / len(counts)
