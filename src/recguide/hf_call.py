@@ -204,18 +204,14 @@ def decode(call: Call) -> Any:
         extend_cache(call.cache, result, call.padding, sequences.shape[1] - 1)
     if not keep:
         return sequences
+    fields: dict[str, Any] = {"sequences": sequences, "cache": call.cache}
     if call.adapter.ranks is not None and not call.adapter.ranks.leads:
         # Whatever else there is to know was seen on rank 0.
-        return RecGuideOutput(sequences=sequences, cache=call.cache)
+        return RecGuideOutput(**fields)
     length = sequences.shape[1] - call.columns.width
-    fields: dict[str, Any] = {
-        "sequences": sequences,
-        "scores": recorder.scores(length),
-        "logits": recorder.logits(length),
-    }
+    fields |= {"scores": recorder.scores(length), "logits": recorder.logits(length)}
     return RecGuideOutput(
         **fields,
-        cache=call.cache,
         logprobs=recorder.logprobs(length),
         seeds=call.seeds,
         statistics=metrics.summary()

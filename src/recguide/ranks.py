@@ -213,7 +213,9 @@ class Ranks:
             self._failure = f"{type(error).__name__} on rank {self.rank}: {error}"
             if isinstance(error, RuntimeError) and not isinstance(error, RankError):
                 # What torch raises where a peer has gone, or does not answer.
-                raise RankError(f"A step that all ranks take together has failed, start them again: {self._failure}") from error
+                raise RankError(
+                    f"A step that all ranks take together has failed, start them again: {self._failure}"
+                ) from error
             raise
 
 

@@ -41,7 +41,7 @@ def calls() -> dict[str, dict[str, Any]]:
         },
     }
     return {
-        f"{kind} {strategy}": {"max_new_tokens": 40, "generation_strategy": strategy} | arguments
+        f"{kind} {strategy}": {"max_new_tokens": 30, "generation_strategy": strategy} | arguments
         for kind, arguments in kinds.items()
         for strategy in STRATEGIES
     }
@@ -81,7 +81,7 @@ def generates(model: Any, rank: int, seen: dict[str, Any]) -> None:
     for name, arguments in calls().items():
         torch.manual_seed(rank)
         seen["texts"][name] = model.generate(**arguments).tolist()
-    clocked = calls()["greedy auto"] | {"max_new_tokens": 200, "return_dict_in_generate": True, "output_records": True}
+    clocked = calls()["greedy auto"] | {"max_new_tokens": 120, "return_dict_in_generate": True, "output_records": True}
     with priced_time(milliseconds(rank)):
         output = model.generate(**clocked)
     seen["clocked"] = output.sequences.tolist()
@@ -130,7 +130,7 @@ def engine(model: Any, rank: int, seen: dict[str, Any]) -> None:
     Ranks.beat = lambda self: beats.append(beat(self))  # type: ignore[method-assign, func-returns-value]
     core.BEAT = 0.1  # type: ignore[misc]
     # Room for few of the requests, so that some are sent back.
-    config = recguide.EngineConfig(page_size=4, kv_bytes=KV_BYTES, max_requests=6, prefill_chunk=8)
+    config = recguide.EngineConfig(page_size=4, kv_bytes=KV_BYTES, max_requests=6, prefix_sharing=True)
     with recguide.Engine(model, config, [Waits()]) as engine:
         seen["pages"] = engine._pool.num_pages
         if rank:

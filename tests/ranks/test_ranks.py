@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import recguide
-from recguide import NemotronLabsDiffusionModel
+from recguide import ConfigError, NemotronLabsDiffusionModel, UnsupportedError
+from recguide.loading import load
 from recguide.models.draft_adapter import DraftAdapterConfig, add_draft_adapter
 from recguide.testing import priced_time, toy_config
 
@@ -84,7 +85,7 @@ def test_clocks_that_differ_do_not_divide_the_ranks(
     model: NemotronLabsDiffusionModel, together: list[dict[str, Any]]
 ) -> None:
     """By its own clock each rank would run other rounds; all run those of rank 0's."""
-    arguments = program.calls()["greedy auto"] | {"max_new_tokens": 200}
+    arguments = program.calls()["greedy auto"] | {"max_new_tokens": 120}
     alone = []
     for rank in range(program.SIZE):
         recguide.policy.SHELF._idle.pop(model, None)
@@ -151,6 +152,29 @@ def test_only_rank_0_takes_requests_and_one_thing_is_done_at_a_time(together: li
     assert "rank 0" in together[1]["add_request"]
     assert "nothing to follow" in together[0]["follow"]
     assert "another call or engine" in together[0]["generate"]
+
+
+@pytest.mark.parametrize(
+    ("processes", "ranks", "message"),
+    [(4, 2, "split over 2 of 4 processes"), (3, 3, "2 key/value heads cannot be split evenly over 3")],
+)
+def test_splits_that_cannot_be(
+    processes: int, ranks: int, message: str, model: NemotronLabsDiffusionModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: processes)
+    monkeypatch.setattr(model, "_tp_size", ranks)
+    with pytest.raises(UnsupportedError, match=message):
+        model.generate(torch.tensor([[7]]), generation_strategy="ar", max_new_tokens=1)
+
+
+def test_a_model_in_one_process_has_no_ranks_and_cannot_be_split(model: NemotronLabsDiffusionModel) -> None:
+    with recguide.Engine(model) as engine:
+        assert engine.leads
+        with pytest.raises(UnsupportedError, match="nothing to follow"):
+            engine.follow()
+    with pytest.raises(ConfigError, match="torchrun"):
+        load("recguide-tiny", "float32", "cpu", tensor_parallel=True)
 
 
 def test_an_idle_engine_lets_the_others_know(together: list[dict[str, Any]]) -> None:
