@@ -29,6 +29,8 @@ TIMEOUT = timedelta(minutes=10)
 """For which a rank waits for word of another; a process that has ended is noticed at once."""
 BEAT = 60.0
 """Seconds of idleness after which rank 0 lets the others know that it is still there."""
+FIRST, LENGTH = 4096, 8
+"""Bytes of a message's first part, which is all of most messages, and of its length, which stands at the beginning."""
 
 Extents = list[list[int]]
 """As of [`KVCache.extents`]."""
@@ -186,17 +188,24 @@ class Ranks:
             self._say(word, content)
 
     def _say(self, word: Word, content: Any = None) -> None:
-        data = json.dumps([word, content]).encode()
-        self._broadcast(torch.tensor([len(data)]))
-        self._broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        data = json.dumps([word, content], separators=(",", ":")).encode()
+        data = len(data).to_bytes(LENGTH, "little") + data
+        self._broadcast(torch.frombuffer(bytearray(data[:FIRST].ljust(FIRST)), dtype=torch.uint8))
+        if rest := data[FIRST:]:
+            self._broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
 
     def _hear(self) -> tuple[str, Any]:
-        length = torch.zeros(1, dtype=torch.int64)
-        self._broadcast(length)
-        data = torch.empty(int(length), dtype=torch.uint8)
-        self._broadcast(data)
-        word, content = json.loads(data.numpy().tobytes())
+        data = self._received(FIRST)
+        end = LENGTH + int.from_bytes(data[:LENGTH], "little")
+        if end > FIRST:
+            data += self._received(end - FIRST)
+        word, content = json.loads(data[LENGTH:end])
         return word, content
+
+    def _received(self, size: int) -> bytes:
+        tensor = torch.empty(size, dtype=torch.uint8)
+        self._broadcast(tensor)
+        return tensor.numpy().tobytes()
 
     def _broadcast(self, tensor: Tensor) -> None:
         with self._together():

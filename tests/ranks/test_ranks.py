@@ -18,6 +18,7 @@ import recguide
 from recguide import ConfigError, NemotronLabsDiffusionModel, UnsupportedError
 from recguide.loading import load
 from recguide.models.draft_adapter import DraftAdapterConfig, add_draft_adapter
+from recguide.ranks import FIRST, LENGTH, Ranks, Word
 from recguide.testing import priced_time, toy_config
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -152,6 +153,20 @@ def test_only_rank_0_takes_requests_and_one_thing_is_done_at_a_time(together: li
     assert "rank 0" in together[1]["add_request"]
     assert "nothing to follow" in together[0]["follow"]
     assert "another call or engine" in together[0]["generate"]
+
+
+@pytest.mark.parametrize("size", [0, 1, FIRST - LENGTH - 1, FIRST - LENGTH, FIRST - LENGTH + 1, 3 * FIRST])
+def test_words_of_every_length_arrive(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of so many bytes, what surrounds the text included."""
+    sent: list[torch.Tensor] = []
+    first, second = object.__new__(Ranks), object.__new__(Ranks)
+    monkeypatch.setattr(first, "_broadcast", sent.append)
+    monkeypatch.setattr(second, "_broadcast", lambda tensor: tensor.copy_(sent.pop(0)))
+    text = "x" * (size - len('["end",""]'))
+    first._say(Word.END, text)
+    assert len(sent) == 1 + (size > FIRST - LENGTH)
+    assert second._hear() == (Word.END, text)
+    assert not sent
 
 
 @pytest.mark.parametrize(
