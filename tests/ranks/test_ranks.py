@@ -155,7 +155,7 @@ def test_only_rank_0_takes_requests_and_one_thing_is_done_at_a_time(together: li
     assert "another call or engine" in together[0]["generate"]
 
 
-@pytest.mark.parametrize("size", [0, 1, FIRST - LENGTH - 1, FIRST - LENGTH, FIRST - LENGTH + 1, 3 * FIRST])
+@pytest.mark.parametrize("size", [12, FIRST - LENGTH - 1, FIRST - LENGTH, FIRST - LENGTH + 1, 3 * FIRST])
 def test_words_of_every_length_arrive(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of so many bytes, what surrounds the text included."""
     sent: list[torch.Tensor] = []
