@@ -13,6 +13,7 @@ from .errors import (
     InputError,
     LosslessError,
     MissingDependencyError,
+    RankError,
     RecGuideError,
     UnsupportedError,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "MissingDependencyError",
     "NemotronLabsDiffusionConfig",
     "NemotronLabsDiffusionModel",
+    "RankError",
     "RecGuideConfig",
     "RecGuideError",
     "RecGuideGenerationMixin",

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.distributed.utils import is_dtensor
 
-from .attention import AttentionBackend, Work, resolve_backend
+from .attention import AttentionBackend, Work, installed, resolve_backend
 from .calibration import Fingerprint
 from .config import ForwardConfig
 from .dense_kv import KVCache
@@ -22,6 +25,7 @@ from .errors import CheckpointError, UnsupportedError
 from .forwards import Forwards, forwards_of
 from .paged_kv import head_dims
 from .ranking import rank
+from .ranks import Extents, Ranks
 from .sampling import Predicted, Sampling
 from .segments import Plan, Segment, pack
 
@@ -101,6 +105,8 @@ class ModelAdapter:
         self.model = model
         self.backend = backend
         self.forwards = Forwards(model, backend) if forwards is None else forwards
+        self.ranks = Ranks.of(model)
+        """Those that the model is split over; `None` where it is whole."""
         config = model.config.get_text_config()
         self._drafter, self._refusal = drafter, None
         if drafter is None and config.model_type in FAMILIES:
@@ -123,7 +129,13 @@ class ModelAdapter:
         device = device_of(model)
         work = Work(device, model.dtype, head_dims(model.config))
         backend = resolve_backend(options.attention_backend, work)
-        return cls(model, backend, forwards=forwards_of(model, backend, options, device))
+        adapter = cls(model, backend, forwards=forwards_of(model, backend, options, device))
+        if adapter.ranks is not None and (options.compile or options.cuda_graphs):
+            raise UnsupportedError(
+                "compile and cuda_graphs cannot be honoured for a model that is split over ranks: whether these compile and capture in "
+                "step was never tried. Leave them out."
+            )
+        return adapter
 
     @property
     def excluded_token_ids(self) -> list[int]:
@@ -139,14 +151,15 @@ class ModelAdapter:
         weights = sorted(self.model.state_dict().items())
         for name, weight in weights:
             digest.update(f"{name}{tuple(weight.shape)}".encode())
-            if weight.device.type != "meta":
+            # Of a weight that is split over ranks each has other values, and they must come to the same fingerprint.
+            if weight.device.type != "meta" and not is_dtensor(weight):
                 # bf16 weights widened to float32 are the same model, so values are compared and not bytes.
                 digest.update(weight.flatten()[:16].float().cpu().numpy().astype(np.float32).tobytes())
         return Fingerprint(
             model=digest.hexdigest()[:16],
             dtype=str(self.model.dtype).removeprefix("torch."),
             device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
-            backend=self.forwards.name,
+            backend=self.forwards.name + (f"+tp{self.ranks.size}" if self.ranks is not None else ""),
             adapter=any("draft_adapter" in name for name, _ in weights),
         )
 
@@ -214,12 +227,8 @@ class ModelAdapter:
             `(Plan, Predictions)`: one device-to-host transfer in all.
         """
         begun = time.perf_counter()
-        plan = pack(rows, kv.lengths, self.device)
-        run = self.forwards.prepare(plan, kv)
-        start = time.perf_counter()
-        logits = run()
-        seconds = time.perf_counter() - start
-        logits = logits.float()
+        with nullcontext() if self.ranks is None else self.ranks.forward(rows, kv):
+            plan, logits, seconds = self._run(rows, kv)
         predicted = [
             Predicted(sampling, plan.outputs[row][0][0], self._predicted_positions(rows[row]))
             for row, sampling in enumerate(samplings)
@@ -230,6 +239,34 @@ class ModelAdapter:
         return plan, Predictions(
             ranked.best, ranked.probabilities, ranked.entropies, logits, ranked.noise, seconds=seconds, elapsed=elapsed
         )
+
+    def follow(self, work: list[Any], kv_at: Callable[[Extents], KVCache]) -> Any:
+        """
+        Run the forwards of what rank 0 leads, until it ends: what the other ranks of a split model do.
+
+        Args:
+            work (`list`): what rank 0 must be about; see [`Ranks.leading`].
+            kv_at (callable): the cache of a forward, by the [`KVCache.extents`] of rank 0's.
+
+        Returns:
+            The result that rank 0 gives.
+        """
+        assert self.ranks is not None, "there is nobody to follow"
+
+        def forward(rows: list[list[Segment]], extents: Extents) -> None:
+            self._run(rows, kv_at(extents))
+
+        with installed(self.model):
+            return self.ranks.follow(work, forward)
+
+    def _run(self, rows: Sequence[Sequence[Segment]], kv: KVCache) -> tuple[Plan, Tensor, float]:
+        """A forward's plan, its logits `float32[N, V]`, and the seconds that the model took."""
+        plan = pack(rows, kv.lengths, self.device)
+        run = self.forwards.prepare(plan, kv)
+        start = time.perf_counter()
+        logits = run()
+        seconds = time.perf_counter() - start
+        return plan, logits.float(), seconds
 
     def _predicted_positions(self, segments: Sequence[Segment]) -> list[int]:
         """The absolute positions that the output rows of a request's segments are about."""

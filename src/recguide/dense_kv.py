@@ -47,6 +47,10 @@ class KVCache(Protocol):
         """Cached tokens of each batch row."""
 
     @property
+    def extents(self) -> list[list[int]]:
+        """Of each batch row its cached tokens, then its pages if it has any: with these its K/V are found in memory written alike."""
+
+    @property
     def page_size(self) -> int:
         """Tokens of a page of [`pages`]."""
 
@@ -84,6 +88,10 @@ class Forgetful:
     @property
     def lengths(self) -> tuple[int, ...]:
         return self._kv.lengths
+
+    @property
+    def extents(self) -> list[list[int]]:
+        return self._kv.extents
 
     @property
     def page_size(self) -> int:
@@ -125,6 +133,10 @@ class DenseKV:
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(self._lengths)
+
+    @property
+    def extents(self) -> list[list[int]]:
+        return [[length] for length in self._lengths]
 
     @property
     def page_size(self) -> int:
@@ -173,6 +185,11 @@ class DenseKV:
 
     def commit(self, row: int, tokens: int) -> None:
         self._lengths[row] += tokens
+
+    def at(self, extents: Sequence[Sequence[int]]) -> DenseKV:
+        """This cache, once it has committed as much as one of these [`extents`]."""
+        self._lengths = [length for (length,) in extents]
+        return self
 
     def read(self, row: int) -> list[tuple[Tensor, Tensor]]:
         """A row's committed keys and values, `[G, length, D]` for each layer (views)."""

@@ -7,6 +7,7 @@ RecGuideError
 ├── CheckpointError (ValueError)     weights that are missing, left over, or of another shape
 ├── CalibrationError (ValueError)    a table that is missing, unreadable, or of another setup
 ├── MissingDependencyError (ImportError)   an extra is not installed
+├── RankError (RuntimeError)         a process that a model is split over has ended, or is out of step
 └── LosslessError (AssertionError)   an output or a counter contradicts plain decoding: a fault of ours, please report
 """
 
@@ -37,6 +38,10 @@ class CalibrationError(RecGuideError, ValueError):
 
 class MissingDependencyError(RecGuideError, ImportError):
     """An optional package is not installed; the message names the install line."""
+
+
+class RankError(RecGuideError, RuntimeError):
+    """Of the processes that a model is split over one has ended, does not answer, or does something else than the others."""
 
 
 class LosslessError(RecGuideError, AssertionError):

@@ -19,7 +19,7 @@ from .hf_outputs import RecGuideOutput, RecordKeeper, ScoreRecorder, token_choic
 from .hf_processors import OutputPenaltyLogitsProcessor, ThinkingBudgetLogitsProcessor, looks_at_prefix
 from .hf_refusals import refuse_config, refuse_model_inputs
 from .hooks import Hook
-from .loop import generate, method_of
+from .loop import Result, generate, method_of
 from .metrics import DecodeMetrics, looping_tokens
 from .policy import SHELF, Policies
 from .rounds import Request
@@ -206,7 +206,7 @@ def decode(call: Call) -> Any:
     extras, recorder, keep = call.extras, call.recorder, call.keep
     metrics, records = DecodeMetrics(), RecordKeeper([[] for _ in call.batch])
     hooks = (*extras.hooks, *([metrics] if keep else []), *([records] if keep and extras.output_records else []))
-    result = generate(call.batch, call.adapter, hooks, call.kv, after_round=call.columns.release)
+    result = _decoded(call, hooks)
     SHELF.put_back(call.adapter.model, call.policies)
     if extras.streamer is not None:
         extras.streamer.end()
@@ -215,15 +215,14 @@ def decode(call: Call) -> Any:
         extend_cache(call.cache, result, call.padding, sequences.shape[1] - 1)
     if not keep:
         return sequences
+    fields: dict[str, Any] = {"sequences": sequences, "cache": call.cache}
+    if call.adapter.ranks is not None and not call.adapter.ranks.leads:
+        # Whatever else there is to know was seen on rank 0.
+        return RecGuideOutput(**fields)
     length = sequences.shape[1] - call.columns.width
-    fields: dict[str, Any] = {
-        "sequences": sequences,
-        "scores": recorder.scores(length),
-        "logits": recorder.logits(length),
-    }
+    fields |= {"scores": recorder.scores(length), "logits": recorder.logits(length)}
     return RecGuideOutput(
         **fields,
-        cache=call.cache,
         logprobs=recorder.logprobs(length),
         top_logprobs=recorder.top_logprobs(length),
         seeds=call.seeds,
@@ -231,3 +230,25 @@ def decode(call: Call) -> Any:
         | {"looping_tokens": [looping_tokens(r.tokens[r.prompt_tokens :]) for r in call.batch]},
         records=tuple(map(tuple, records.rows)) if extras.output_records else None,
     )
+
+
+def _decoded(call: Call, hooks: tuple[Hook, ...]) -> Result:
+    """Rounds until all requests are done; of a model that is split over ranks, the first decodes and the others follow."""
+    ranks = call.adapter.ranks
+
+    def decoded() -> Result:
+        return generate(call.batch, call.adapter, hooks, call.kv, after_round=call.columns.release)
+
+    if ranks is None:
+        return decoded()
+    work = ["generate", [request.tokens for request in call.batch]]
+    if ranks.leads:
+        with ranks.leading(work) as told:
+            result = decoded()
+            told += [[r.tokens[r.prompt_tokens :] for r in call.batch], result.kv.extents]
+        return result
+    kv = DenseKV(len(call.batch)) if call.kv is None else call.kv
+    outputs, extents = call.adapter.follow(work, kv.at)
+    for request, output in zip(call.batch, outputs, strict=True):
+        request.tokens += output
+    return Result(tuple(call.batch), kv.at(extents))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from . import attach, tiny_path
@@ -18,7 +19,9 @@ TINY = "recguide-tiny"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load(name: str, dtype: str, device: str, trust_remote_code: bool = False) -> tuple[Any, Any]:
+def load(
+    name: str, dtype: str, device: str, trust_remote_code: bool = False, tensor_parallel: bool = False
+) -> tuple[Any, Any]:
     """
     A model that understands `generation_strategy`, and its tokenizer.
 
@@ -26,6 +29,12 @@ def load(name: str, dtype: str, device: str, trust_remote_code: bool = False) ->
         name (`str`): `recguide-tiny` for the embedded model, else a directory or hub name.
         dtype (`str`): `float32`, `bfloat16` or `float16`.
         device (`str`): as in `device_map`: `cpu`, `cuda`, `auto`, …
+        trust_remote_code (`bool`, defaults to `False`): let the checkpoint's own code run.
+        tensor_parallel (`bool`, defaults to `False`):
+            Split each layer over the processes that `torchrun` has started, all of which load it, each on its own accelerator.
+
+    Raises:
+        ConfigError: an unknown dtype; with tensor parallelism, one process alone, or another device than its accelerator.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}.")
@@ -36,11 +45,23 @@ def load(name: str, dtype: str, device: str, trust_remote_code: bool = False) ->
     transformers_logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=DTYPES[dtype], device_map=device, use_safetensors=True, **options
-    )
+    placed = {"distributed_config": _split(device)} if tensor_parallel else {"device_map": device}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], use_safetensors=True, **placed, **options)
     tokenizer = AutoTokenizer.from_pretrained(path, **options)
     return attach(model).eval(), tokenizer
+
+
+def _split(device: str) -> DistributedConfig:
+    split = DistributedConfig(tp_plan="auto")
+    if split.tp_size == 1:
+        raise ConfigError("Tensor parallelism needs several processes: start them with torchrun --nproc-per-node=….")
+    accelerator = torch.accelerator.current_accelerator()
+    own = "cpu" if accelerator is None else accelerator.type
+    if device not in ("auto", own):
+        raise ConfigError(
+            f"With tensor parallelism --device must be auto or {own}, where each process is; got {device!r}."
+        )
+    return split
 
 
 def chat_ids(tokenizer: Any, prompt: str) -> torch.Tensor:

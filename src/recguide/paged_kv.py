@@ -287,9 +287,32 @@ class PagedBatch:
         self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._reads: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
+    @classmethod
+    def at(cls, pool: PagePool, extents: Sequence[Sequence[int]]) -> PagedBatch:
+        """
+        The batch that has these [`extents`] in the same pool of another process.
+
+        Args:
+            pool (`PagePool`): serves such batches only: who holds a page is known to the other process.
+            extents (`Sequence[Sequence[int]]`): of the other batch.
+        """
+        tables = []
+        for length, *pages in extents:
+            table = PageTable(pool, ())
+            table.length, table.pages = length, pages
+            for page in pages:
+                # The other process has seen to it that what is written is not shared.
+                pool._holders[page] = 1
+            tables.append(table)
+        return cls(pool, tables)
+
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(table.length for table in self._tables)
+
+    @property
+    def extents(self) -> list[list[int]]:
+        return [[table.length, *table.pages] for table in self._tables]
 
     @property
     def page_size(self) -> int:

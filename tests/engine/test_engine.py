@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import AutoModelForCausalLM, LogitsProcessor
 
 import recguide
 from recguide import (
@@ -110,6 +111,18 @@ def test_tokens_stream_by_round_and_join_to_the_result() -> None:
             return list(await asyncio.gather(*map(read, range(COUNT))))
 
         assert asyncio.run(all_of_them()) == [alone(i) for i in range(COUNT)]
+
+
+def test_a_model_whose_layers_are_offloaded(tmp_path: Path) -> None:
+    """By accelerate's `device_map`: embeddings here, the layers on disk until they are called."""
+    model().save_pretrained(tmp_path / "model")
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places | {"model.layers": "disk"}, offload_folder=tmp_path / "offload"
+    )
+    with Engine(loaded, small()) as engine:
+        handles = [engine.add_request(prompt, **options_of(i)) for i, prompt in enumerate(prompts(COUNT)[:4])]
+        assert [handle.result(120).tokens for handle in handles] == [alone(i) for i in range(4)]
 
 
 def test_submission_from_many_threads() -> None:

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -23,8 +24,9 @@ from ..hf_processors import own_copy
 from ..hf_strategy import STRATEGY, checked_hooks, prepared_call
 from ..hooks import Hook, Hooks
 from ..loop import check_prompts
-from ..paged_kv import PagePool
+from ..paged_kv import PagedBatch, PagePool
 from ..policy import SHELF
+from ..ranks import BEAT
 from ..streaming import Feed
 from ..structs import FinishRecord
 from .runner import Entry, Runner
@@ -50,7 +52,7 @@ class EngineConfig(ForwardConfig):
 
     Args:
         max_requests (`int`, defaults to 32): requests decoded at once; the others wait in the order of their coming.
-        kv_bytes (`int`, defaults to 256 MiB): memory of the KV pages.
+        kv_bytes (`int`, defaults to 256 MiB): memory of the KV pages, on each rank that the model is split over.
         page_size (`int`, defaults to 16): tokens a page.
         prefix_sharing (`bool`, defaults to `False`): requests with equal beginnings share pages.
         prefill_chunk (`int`, defaults to 512): prompt tokens a step.
@@ -195,10 +197,12 @@ class Engine:
             raise ConfigError(f"config must be an EngineConfig; got {config!r}.")
         self.model = model
         self._hooks = Hooks(checked_hooks(hooks))
-        pool = PagePool.for_budget(
-            self.config.kv_bytes, self.config.page_size, model.config, model.dtype, self.config.prefix_sharing
-        )
         self._adapter = ModelAdapter.of(model, self.config)
+        self._ranks = self._adapter.ranks
+        kv_bytes = self.config.kv_bytes * (1 if self._ranks is None else self._ranks.kv_shards)
+        pool = PagePool.for_budget(
+            kv_bytes, self.config.page_size, model.config, model.dtype, self.config.prefix_sharing
+        )
         self._policies = SHELF.take(model)
         self._runner = Runner(
             self._adapter,
@@ -217,6 +221,29 @@ class Engine:
         self._changed = threading.Condition()
         self._closing = False
         self._worker: threading.Thread | None = None
+        self._session = ExitStack()
+        self._work_of_all = ["engine", pool.num_pages, pool.page_size]
+        if self._ranks is not None and self.leads:
+            self._session.enter_context(self._ranks.leading(self._work_of_all))
+            # Those who follow must hear of it now and then, also before the first request.
+            self._start()
+
+    @property
+    def leads(self) -> bool:
+        """Whether requests are submitted here: not on ranks above 0 of a model that is split, which [`follow`]."""
+        return self._ranks is None or self._ranks.leads
+
+    def follow(self) -> None:
+        """
+        On the ranks above 0 of a model that is split: run the forwards that rank 0's engine plans, until that is closed.
+
+        Raises:
+            UnsupportedError: this is the engine that leads.
+            RankError: another rank has ended, or does something else.
+        """
+        if self.leads:
+            raise UnsupportedError("There is nothing to follow: requests are submitted to this engine.")
+        self._adapter.follow(self._work_of_all, lambda extents: PagedBatch.at(self._pool, extents))
 
     # --- from any thread ---
 
@@ -233,6 +260,8 @@ class Engine:
         Raises:
             ConfigError, UnsupportedError, InputError: as `generate` does; nothing is submitted then.
         """
+        if not self.leads:
+            raise UnsupportedError("Requests are submitted on rank 0; call follow() on the other ranks.")
         for name in _NOT_HERE.keys() & options.keys():
             if options[name] is not None and options[name] is not False:
                 raise UnsupportedError(f"The engine cannot honour {name}: {_NOT_HERE[name]}")
@@ -337,6 +366,7 @@ class Engine:
             self._changed.notify()
         if self._worker is not None:
             self._worker.join()
+        self._session.close()
         if not again:
             SHELF.put_back(self.model, self._policies)
 
@@ -378,10 +408,14 @@ class Engine:
     def _take_orders(self) -> bool:
         """Wait for something to do, take in arrivals and cancellations; `False` when the engine is closed and done."""
         with self._changed:
-            while not (self._arrivals or self._cancellations or not self._runner.idle or self._closing):
-                self._changed.wait()
+            due = self._changed.wait_for(
+                lambda: self._arrivals or self._cancellations or not self._runner.idle or self._closing,
+                timeout=None if self._ranks is None else BEAT,
+            )
             arrivals, self._arrivals = self._arrivals, deque()
             cancelled, self._cancellations = self._cancellations, deque()
+        if not due and self._ranks is not None:
+            self._ranks.beat()
         self._runner.waiting.extend(job.entry for job in arrivals)
         for request_id in cancelled:
             if (job := self._jobs.get(request_id)) is not None:

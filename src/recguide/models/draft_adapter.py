@@ -192,11 +192,30 @@ def load_draft_adapter(model: nn.Module, directory: str | Path, renames: dict[st
     with torch.no_grad():
         for key, parameter in expected.items():
             parameter.copy_(found[key])
+    _split_like_layers(model, deltas)
+
+
+def _split_like_layers(model: Any, deltas: dict[str, LoraDelta]) -> None:
+    """Where a layer is split over ranks, the part of its delta that touches what is split is too, by transformers' own styles."""
+    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    for path, delta in deltas.items():
+        mesh = getattr(model.get_submodule(path).weight, "device_mesh", None)
+        if mesh is None:
+            continue
+        style = model.tp_plan.get(replace_layer_number_by_wildcard(path))
+        # A layer of another style has all of its input and gives all of its output, and so does the delta.
+        part = {"rowwise": "lora_A", "colwise": "lora_B"}.get(style)
+        if part is not None:
+            apply_tensor_parallelism(delta, mesh, {f"{part}.weight": style, part: style})
 
 
 def save_draft_adapter(model: nn.Module, directory: str | Path, renames: dict[str, str]) -> None:
     """Write the model's draft adapter as a PEFT LoRA directory, under the released layer names (inverse of loading)."""
     deltas = draft_adapter_of(model)
+    if any(hasattr(parameter, "device_mesh") for delta in deltas.values() for parameter in delta.parameters()):
+        raise CheckpointError("The draft adapter is split over ranks: load the model in one process to save it.")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     state = {}
