@@ -1,0 +1,344 @@
+"""Many engines behind one address, by Ray Serve (extra: ray).
+
+    serve run recguide.serving.ray_app:build model=recguide-tiny min_replicas=2 max_replicas=2
+
+`EngineReplica` decodes, as many of them as the load asks for; `Front` takes the HTTP requests, turns texts into tokens and back, and asks
+the replicas. A replica that dies loses no answer: see `failover`.
+"""
+
+# Annotations are types here and not texts: Ray Serve goes by that of `build`.
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from typing import Annotated, Any
+
+import torch
+from fastapi import FastAPI
+from prometheus_client.core import CounterMetricFamily, Metric
+from pydantic import BaseModel, ConfigDict, Field
+from ray import serve
+from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, WorkerCrashedError
+from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
+
+from ..engine import Engine, EngineConfig
+from ..errors import ConfigError, RecGuideError
+from ..hf_strategy import resolve_config
+from ..loading import TINY, load
+from .failover import Failover, Lost
+from .metrics import EngineMetrics, ReadWhenAsked, ServerMetrics
+from .observer import EngineObserver
+from .server import ServerConfig, application, context_of, sampling_of
+from .service import FINISH_REASONS, Limits, Service
+from .tokens import End, LocalEngine, Round, TokenRequest
+
+MOST_FAULTS = 3
+"""Requests in a row that an engine may fail by a fault of its own; then its replica is replaced."""
+MOST_HTTP = 10_000
+"""Requests that `Front` looks at, at once; those beyond its queue get their 429 from it and not a place in one of Ray's."""
+METRICS_SECONDS = 5.0
+GONE = (NodeDiedError, ObjectLostError, RayActorError, ReplicaUnavailableError, WorkerCrashedError)
+
+
+class ServeArgs(BaseModel):
+    """
+    Arguments of the application, by the names of `recguide serve`, and how many replicas there are.
+
+    The API key is taken from `RECGUIDE_API_KEY` where the application is built, so that it stands in no command line.
+
+    Args:
+        host (`str`): that Ray Serve listens on, which is its own setting; without a key, only requests to a local one are checked for their
+            `Host`.
+        min_replicas, max_replicas (`int`): engines; their number follows the load.
+        target_ongoing_requests (`float`, *optional*): answers under way for each engine that the number of engines aims at; by default three
+            quarters of `max_requests`.
+        num_cpus, num_gpus (`float`): that a replica needs; by default one GPU where the device is not the CPU.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = TINY
+    served_model_name: str | None = None
+    host: str = "127.0.0.1"
+    strategy: str = "auto"
+    block_size: int | None = None
+    policy: str | None = None
+    tables: str | None = None
+    max_requests: int = 32
+    max_waiting: int = 128
+    kv_mib: int = 256
+    prefix_sharing: bool = False
+    prefill_chunk: int = 512
+    scheduler: str = "packed"
+    request_seconds: float = 600.0
+    drain_seconds: float = 30.0
+    max_body_bytes: int = 1_000_000
+    log_prompts: bool = False
+    traces: bool = False
+    dtype: str = "float32"
+    device: str = "cpu"
+    attention_backend: str = "auto"
+    compile: bool = False
+    cuda_graphs: bool = False
+    threads: Annotated[int, Field(ge=1)] | None = None
+    trust_remote_code: bool = False
+    min_replicas: Annotated[int, Field(ge=0)] = 1
+    max_replicas: Annotated[int, Field(ge=1)] = 1
+    target_ongoing_requests: Annotated[float, Field(gt=0)] | None = None
+    num_cpus: Annotated[float, Field(ge=0)] = 1.0
+    num_gpus: Annotated[float, Field(ge=0)] | None = None
+
+    def server_config(self, api_key: str | None = None) -> ServerConfig:
+        """The part of them that any server has."""
+        options = {"block_size": self.block_size, "policy": self.policy, "tables": self.tables}
+        return ServerConfig(
+            name=self.served_model_name or self.model,
+            host=self.host,
+            engine=EngineConfig(
+                attention_backend=self.attention_backend,
+                compile=self.compile,
+                cuda_graphs=self.cuda_graphs,
+                max_requests=self.max_requests,
+                kv_bytes=self.kv_mib * 2**20,
+                prefix_sharing=self.prefix_sharing,
+                prefill_chunk=self.prefill_chunk,
+                scheduler=self.scheduler,
+            ),
+            speculation=resolve_config(
+                self.strategy, {name: value for name, value in options.items() if value is not None}
+            ),
+            max_waiting=self.max_waiting,
+            request_seconds=self.request_seconds,
+            drain_seconds=self.drain_seconds,
+            api_key=api_key,
+            max_body_bytes=self.max_body_bytes,
+            log_prompts=self.log_prompts,
+            traces=self.traces,
+        )
+
+
+# --- engines --------------------------------------------------------------------------------------------------------
+
+
+class EngineReplica:
+    """
+    One engine in a process of its own.
+
+    Args:
+        args (`ServeArgs`): model and engine.
+    """
+
+    def __init__(self, args: ServeArgs) -> None:
+        _log_to_stderr()
+        if args.threads is not None:
+            torch.set_num_threads(args.threads)
+        config = args.server_config()
+        model, tokenizer = load(args.model, args.dtype, args.device, args.trust_remote_code)
+        observer = EngineObserver()
+        self._engine = Engine(model, config.engine, [observer])
+        self._local = LocalEngine(self._engine, observer, tokenizer)
+        self._metrics = EngineMetrics(config.name, self._local)
+        self._about = {"tokenizer": tokenizer, "context": context_of(model, self._engine), "sampling": sampling_of(model)}
+        self._faults = 0
+
+    async def decode(self, request: TokenRequest) -> AsyncGenerator[Round | End | RecGuideError]:
+        """As of [`TokenSource`]. An error of the user's is an item, since Ray would log what is raised, and with it what the user sent."""
+        try:
+            async with contextlib.aclosing(self._local.decode(request)) as rounds:
+                async for item in rounds:
+                    yield item
+            self._faults = 0
+        except RecGuideError as error:
+            yield error
+        except Exception:
+            self._faults += 1
+            raise
+
+    async def about(self) -> dict[str, Any]:
+        """What the front needs of the model: its tokenizer, context and sampling."""
+        return self._about
+
+    async def metrics(self) -> tuple[str, list[Metric]]:
+        """The replica's name, and the engine's metrics."""
+        return serve.get_replica_context().replica_id.unique_id, list(self._metrics.collect())
+
+    def check_health(self) -> None:
+        """Ray Serve replaces a replica for which this raises."""
+        if self._faults >= MOST_FAULTS:
+            raise RuntimeError(f"The engine failed {self._faults} requests in a row by a fault of its own.")
+
+    def __del__(self) -> None:
+        # Ray Serve has waited for the requests under way. Where loading failed there is no engine.
+        if (engine := getattr(self, "_engine", None)) is not None:
+            engine.close()
+
+
+class Replicas:
+    """
+    A [`TokenSource`] that asks replicas through Ray Serve, which chooses one for each request.
+
+    Args:
+        handle (`DeploymentHandle`): of the replicas.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle.options(stream=True)
+
+    async def decode(self, request: TokenRequest) -> AsyncGenerator[Round | End]:
+        """
+        As of [`TokenSource`].
+
+        Raises:
+            Lost: the replica is gone, or has given the request up.
+        """
+        answer = self._handle.decode.remote(request)
+        try:
+            async for item in answer:
+                if isinstance(item, RecGuideError):
+                    raise item
+                if isinstance(item, End) and item.reason not in FINISH_REASONS:
+                    raise Lost(f"The replica has ended the request: {item.reason}.")
+                yield item
+        except GONE as error:
+            raise Lost(str(error)) from error
+        except asyncio.CancelledError as error:
+            # A replica that is stopped cancels its requests, which looks from here like a cancellation of ours.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise Lost("The replica has cancelled the request.") from error
+        finally:
+            answer.cancel()
+
+
+# --- the front ------------------------------------------------------------------------------------------------------
+
+
+class ReplicaMetrics(ReadWhenAsked):
+    """
+    Metrics of all replicas, each with the label `replica`.
+
+    Args:
+        name (`str`): the model's, as requests call it.
+        source (`Failover`): knows how often answers were lost.
+    """
+
+    def __init__(self, name: str, source: Failover) -> None:
+        self._name, self._source = name, source
+        self.families: Mapping[str, list[Metric]] = {}
+        """By replica, as they were read last."""
+
+    def collect(self) -> Iterator[Metric]:
+        lost = CounterMetricFamily(
+            "recguide_lost", "Times an answer was lost with its replica, and begun again by another.", labels=("model_name",)
+        )
+        lost.add_metric((self._name,), self._source.lost)
+        yield lost
+        together: dict[str, Metric] = {}
+        for replica, families in self.families.items():
+            for family in families:
+                whole = together.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                whole.samples += [s._replace(labels=s.labels | {"replica": replica}) for s in family.samples]
+        yield from together.values()
+
+
+class FrontMetrics(ServerMetrics):
+    """
+    Metrics of the front, and of its replicas as they answer.
+
+    Args:
+        service (`Service`): that answers.
+        source (`Failover`): decodes for it.
+        handle (`DeploymentHandle`): of the replicas.
+    """
+
+    def __init__(self, service: Service, source: Failover, handle: Any) -> None:
+        self._handle, self._replicas = handle, ReplicaMetrics(service.name, source)
+        super().__init__(service, self._replicas)
+
+    async def text(self) -> bytes:
+        """All of them, in Prometheus' text format. A replica that does not answer in time is left out."""
+        try:
+            answers = await self._handle.broadcast("metrics").results_async(
+                timeout_s=METRICS_SECONDS, return_exceptions=True
+            )
+        except (DeploymentUnavailableError, TimeoutError):
+            answers = []
+        self._replicas.families = dict(answer for answer in answers if not isinstance(answer, BaseException))
+        return await super().text()
+
+
+class Front:
+    """
+    HTTP, texts and the queue.
+
+    Args:
+        args (`ServeArgs`): of the application.
+        api_key (`str`, *optional*): that requests must have.
+        handle (`DeploymentHandle`): of the replicas.
+    """
+
+    def __init__(self, args: ServeArgs, api_key: str | None, handle: Any) -> None:
+        _log_to_stderr()
+        self._args, self._config, self._handle = args, args.server_config(api_key), handle
+
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Ray Serve when the front starts."""
+        config = self._config
+        about = await self._handle.about.remote()
+        limits = Limits(
+            self._args.max_requests * self._args.max_replicas, config.max_waiting, config.request_seconds, about["context"]
+        )
+        source = Failover(Replicas(self._handle))
+        service = Service(config.name, about["tokenizer"], source, limits, about["sampling"], config.speculation)
+        service.config_of(None)
+        return application(service, FrontMetrics(service, source, self._handle), config)
+
+
+def _log_to_stderr() -> None:
+    """One line of JSON a request, as `recguide serve` has it; Ray keeps a process's standard error."""
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("recguide").setLevel(logging.INFO)
+
+
+# --- the application ------------------------------------------------------------------------------------------------
+
+
+def build(args: ServeArgs) -> serve.Application:
+    """
+    The application, for `serve run`, a Serve configuration file, or `serve.run`.
+
+    Args:
+        args (`ServeArgs`): models, sizes, replicas.
+    """
+    if args.min_replicas > args.max_replicas:
+        raise ConfigError(f"min_replicas={args.min_replicas} is above max_replicas={args.max_replicas}. Raise the latter.")
+    api_key = os.environ.get("RECGUIDE_API_KEY")
+    config = args.server_config(api_key)
+    gpus = float(args.device != "cpu") if args.num_gpus is None else args.num_gpus
+    target = args.target_ongoing_requests or max(1.0, 0.75 * args.max_requests)
+    engines = serve.deployment(
+        EngineReplica,
+        autoscaling_config={
+            "min_replicas": args.min_replicas,
+            "max_replicas": args.max_replicas,
+            "target_ongoing_requests": target,
+        },
+        # What an engine has no place for waits before all of them, for the first that has one.
+        max_ongoing_requests=args.max_requests,
+        graceful_shutdown_timeout_s=config.drain_seconds,
+        ray_actor_options={"num_cpus": args.num_cpus, "num_gpus": gpus},
+    ).bind(args)
+    # One, since its queue and its speculation are those of the whole application.
+    front = serve.deployment(
+        serve.ingress()(Front),
+        num_replicas=1,
+        max_ongoing_requests=MOST_HTTP,
+        graceful_shutdown_timeout_s=config.drain_seconds,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return front.bind(args, api_key, engines)
+
