@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -193,12 +193,12 @@ def _refusal(error: Exception) -> JSONResponse:
 def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
+        # Where a value may be of several kinds each has its complaint; the one that got deepest is of the kind that was meant.
+        first = max(error.errors(), key=lambda one: len(one["loc"]))
         cause = first.get("ctx", {}).get("error")
         if first["type"] == "json_invalid":
             return JSONResponse(error_body(f"The body is not JSON: {cause}", "invalid_request_error"), 400)
-        place = [str(part) for part in first["loc"] if part != "body"]
-        field = cause.field if isinstance(cause, NotHonoured) else ".".join(place) or None
+        field = cause.field if isinstance(cause, NotHonoured) else _field_at(first["loc"], error.body)
         reason = str(cause) if cause is not None else first["msg"]
         message = reason if isinstance(cause, NotHonoured) else f"{field or 'The body'}: {reason}"
         # The message may repeat what was sent, which stays out of the log.
@@ -217,6 +217,19 @@ def _handle_errors(app: FastAPI) -> None:
         @app.exception_handler(kind)
         async def refused(request: Request, error: Exception) -> JSONResponse:
             return _refusal(error)
+
+
+def _field_at(location: Sequence[str | int], body: Any) -> str | None:
+    """The field that pydantic means, without the names of types that it puts between."""
+    path, value = [], body
+    for part in location:
+        if (isinstance(value, list) and isinstance(part, int) and part < len(value)) or (
+            isinstance(value, dict) and part in value
+        ):
+            path, value = [*path, str(part)], value[part]
+    if isinstance(value, dict) and location[-1] != "body" and location[-1] not in path:
+        path.append(str(location[-1]))  # it is missing
+    return ".".join(path) or None
 
 
 # --- answering ------------------------------------------------------------------------------------------------------
