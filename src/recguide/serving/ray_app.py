@@ -16,23 +16,21 @@ import sys
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Annotated, Any
 
-import torch
 from fastapi import FastAPI
 from prometheus_client.core import CounterMetricFamily, Metric
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from ray import serve
 from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, WorkerCrashedError
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 
-from ..engine import Engine, EngineConfig
+from ..engine import Engine
 from ..errors import ConfigError, RecGuideError
-from ..hf_strategy import resolve_config
-from ..loading import TINY, load
 from .failover import Failover, Lost
 from .metrics import EngineMetrics, ReadWhenAsked, ServerMetrics
 from .observer import EngineObserver
-from .server import ServerConfig, application, context_of, sampling_of
+from .server import application, context_of, sampling_of
 from .service import FINISH_REASONS, Limits, Service
+from .settings import Settings
 from .tokens import End, LocalEngine, Round, TokenRequest
 
 MOST_FAULTS = 3
@@ -43,81 +41,21 @@ METRICS_SECONDS = 5.0
 GONE = (NodeDiedError, ObjectLostError, RayActorError, ReplicaUnavailableError, WorkerCrashedError)
 
 
-class ServeArgs(BaseModel):
+class ServeArgs(Settings):
     """
-    Arguments of the application, by the names of `recguide serve`, and how many replicas there are.
+    Arguments of the application: those of any server, and how many replicas there are.
 
     The API key is taken from `RECGUIDE_API_KEY` where the application is built, so that it stands in no command line.
 
     Args:
-        host (`str`): that Ray Serve listens on, which is its own setting; without a key, only requests to a local one are checked for their
-            `Host`.
         min_replicas, max_replicas (`int`): engines; their number follows the load.
         target_ongoing_requests (`float`, *optional*): answers under way for each engine that the number of engines aims at; by default three
             quarters of `max_requests`.
-        num_cpus, num_gpus (`float`): that a replica needs; by default one GPU where the device is not the CPU.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
-    model: str = TINY
-    served_model_name: str | None = None
-    host: str = "127.0.0.1"
-    strategy: str = "auto"
-    block_size: int | None = None
-    policy: str | None = None
-    tables: str | None = None
-    max_requests: int = 32
-    max_waiting: int = 128
-    kv_mib: int = 256
-    prefix_sharing: bool = False
-    prefill_chunk: int = 512
-    scheduler: str = "packed"
-    request_seconds: float = 600.0
-    drain_seconds: float = 30.0
-    max_body_bytes: int = 1_000_000
-    log_prompts: bool = False
-    traces: bool = False
-    dtype: str = "float32"
-    device: str = "cpu"
-    attention_backend: str = "auto"
-    compile: bool = False
-    cuda_graphs: bool = False
-    threads: Annotated[int, Field(ge=1)] | None = None
-    trust_remote_code: bool = False
     min_replicas: Annotated[int, Field(ge=0)] = 1
     max_replicas: Annotated[int, Field(ge=1)] = 1
     target_ongoing_requests: Annotated[float, Field(gt=0)] | None = None
-    num_cpus: Annotated[float, Field(ge=0)] = 1.0
-    num_gpus: Annotated[float, Field(ge=0)] | None = None
-
-    def server_config(self, api_key: str | None = None) -> ServerConfig:
-        """The part of them that any server has."""
-        options = {"block_size": self.block_size, "policy": self.policy, "tables": self.tables}
-        return ServerConfig(
-            name=self.served_model_name or self.model,
-            host=self.host,
-            engine=EngineConfig(
-                attention_backend=self.attention_backend,
-                compile=self.compile,
-                cuda_graphs=self.cuda_graphs,
-                max_requests=self.max_requests,
-                kv_bytes=self.kv_mib * 2**20,
-                prefix_sharing=self.prefix_sharing,
-                prefill_chunk=self.prefill_chunk,
-                scheduler=self.scheduler,
-            ),
-            speculation=resolve_config(
-                self.strategy, {name: value for name, value in options.items() if value is not None}
-            ),
-            max_waiting=self.max_waiting,
-            request_seconds=self.request_seconds,
-            drain_seconds=self.drain_seconds,
-            api_key=api_key,
-            max_body_bytes=self.max_body_bytes,
-            log_prompts=self.log_prompts,
-            traces=self.traces,
-        )
 
 
 # --- engines --------------------------------------------------------------------------------------------------------
@@ -133,10 +71,8 @@ class EngineReplica:
 
     def __init__(self, args: ServeArgs) -> None:
         _log_to_stderr()
-        if args.threads is not None:
-            torch.set_num_threads(args.threads)
         config = args.server_config()
-        model, tokenizer = load(args.model, args.dtype, args.device, args.trust_remote_code)
+        model, tokenizer = args.load()
         observer = EngineObserver()
         self._engine = Engine(model, config.engine, [observer])
         self._local = LocalEngine(self._engine, observer, tokenizer)
@@ -318,7 +254,6 @@ def build(args: ServeArgs) -> serve.Application:
         raise ConfigError(f"min_replicas={args.min_replicas} is above max_replicas={args.max_replicas}. Raise the latter.")
     api_key = os.environ.get("RECGUIDE_API_KEY")
     config = args.server_config(api_key)
-    gpus = float(args.device != "cpu") if args.num_gpus is None else args.num_gpus
     target = args.target_ongoing_requests or max(1.0, 0.75 * args.max_requests)
     engines = serve.deployment(
         EngineReplica,
@@ -330,7 +265,7 @@ def build(args: ServeArgs) -> serve.Application:
         # What an engine has no place for waits before all of them, for the first that has one.
         max_ongoing_requests=args.max_requests,
         graceful_shutdown_timeout_s=config.drain_seconds,
-        ray_actor_options={"num_cpus": args.num_cpus, "num_gpus": gpus},
+        ray_actor_options=args.actor_options(),
     ).bind(args)
     # One, since its queue and its speculation are those of the whole application.
     front = serve.deployment(
