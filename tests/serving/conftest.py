@@ -66,7 +66,7 @@ def loaded() -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def listening(loaded: tuple[Any, Any], **changes: Any) -> Iterator[Running]:
+def _listening(loaded: tuple[Any, Any], **changes: Any) -> Iterator[Running]:
     config = ServerConfig(**({"name": TINY, "engine": EngineConfig(max_requests=8)} | changes))
     app = build(*loaded, config)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=5))
@@ -85,8 +85,14 @@ def listening(loaded: tuple[Any, Any], **changes: Any) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
+def listening() -> Callable[..., Any]:
+    """A server as a context, for fixtures that outlive a test."""
+    return _listening
+
+
+@pytest.fixture(scope="session")
 def server(loaded: tuple[Any, Any]) -> Iterator[Running]:
-    with listening(loaded) as running:
+    with _listening(loaded) as running:
         yield running
 
 
@@ -94,4 +100,4 @@ def server(loaded: tuple[Any, Any]) -> Iterator[Running]:
 def start(loaded: tuple[Any, Any]) -> Iterator[Callable[..., Running]]:
     """Starts servers with other settings; they stop with the test."""
     with contextlib.ExitStack() as stack:
-        yield lambda **changes: stack.enter_context(listening(loaded, **changes))
+        yield lambda **changes: stack.enter_context(_listening(loaded, **changes))

@@ -188,7 +188,8 @@ def test_killed_under_load_no_answer_is_lost_or_given_twice(url: str, server: An
             while len(begun) < 16:
                 assert not any(task.done() for task in tasks), "an answer ended before sixteen were under way"
                 await asyncio.sleep(0.01)
-            on_it.update(await asyncio.to_thread(metrics, url, "vllm:num_requests_running"))
+            while len(on_it) < 2:
+                on_it.update(await asyncio.to_thread(metrics, url, "vllm:num_requests_running"))
             os.kill(pids[0], signal.SIGKILL)
             return await asyncio.gather(*tasks)
 
@@ -197,7 +198,6 @@ def test_killed_under_load_no_answer_is_lost_or_given_twice(url: str, server: An
     assert [reasons for _, reasons, _ in answers] == [["length"]] * STREAMS
     assert [text for text, _, _ in answers] == expected
     # Those on the other replica went on where they were.
-    assert len(on_it) == 2
     lost = metrics(url, "recguide_lost_total")[""]
     assert 0 < lost <= max(on_it.values())
     assert STREAMS - lost >= min(on_it.values()) > 0

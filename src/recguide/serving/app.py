@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -24,7 +24,7 @@ from ..config import RecGuideConfig
 from ..errors import MissingDependencyError, RecGuideError
 from .limits import ApiKey, BodyLimit
 from .metrics import ServerMetrics
-from .protocol import ChatRequest, CompletionRequest, NotHonoured, Speculation
+from .protocol import ChatRequest, CompletionRequest, ErrorBody, NotHonoured, Speculation
 from .replies import Reply, error_body
 from .request_log import RequestLog, no_span
 from .service import ContextExceeded, Exchange, Overloaded, Piece, Service
@@ -90,16 +90,26 @@ def create_app(
         # Those pages load scripts from elsewhere.
         docs_url=None,
         redoc_url=None,
-        responses={"4XX": {"description": "Refused, with the reason in `error.message`."}},
+        responses={
+            "4XX": {"model": ErrorBody, "description": "Refused, with the reason."},
+            "5XX": {"model": ErrorBody, "description": "The server is shutting down, was too slow, or has failed."},
+        },
     )
     _handle_errors(app)
 
-    @app.post(CHAT, response_class=Response)
+    answers: dict[int | str, dict[str, Any]] = {
+        200: {
+            "description": "The answer; with `stream`, one event a round.",
+            "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
+        }
+    }
+
+    @app.post(CHAT, response_class=Response, responses=answers)
     async def chat(body: ChatRequest) -> Response:
         """Answer a conversation."""
         return _Answering(service, metrics, access, body)
 
-    @app.post(COMPLETIONS, response_class=Response)
+    @app.post(COMPLETIONS, response_class=Response, responses=answers)
     async def completions(body: CompletionRequest) -> Response:
         """Go on with prompts."""
         return _Answering(service, metrics, access, body)
@@ -126,12 +136,12 @@ def create_app(
         service.speculation = service.config_of(wanted)
         return _shown(service.speculation)
 
-    @app.get("/health")
+    @app.get("/health", response_class=JSONResponse)
     async def health() -> Response:
         """200 while requests are taken, 503 once the server is shutting down."""
         return JSONResponse({"status": "draining"}, 503) if service.is_draining else JSONResponse({"status": "ok"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
         """Prometheus metrics."""
         return Response(await metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -373,7 +383,7 @@ def _costs(exchange: Exchange) -> dict[str, Any]:
     }
     if exchange.figures:
         for name in ("queue", "ttft", "e2e"):
-            costs[f"{name}_s"] = round(max(getattr(figures, name) for figures in exchange.figures.values()), 4)
+            costs[f"{name}_s"] = round(exchange.longest(name), 4)
         costs |= {
             name: exchange.total(name) for name in ("rounds", "forwards", "reused", "drafted", "accepted", "preempted")
         }

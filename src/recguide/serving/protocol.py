@@ -213,6 +213,19 @@ class ChatRequest(_Common):
         return self.max_completion_tokens or self.max_tokens
 
 
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Body of every refusal."""
+
+    error: ErrorDetail
+
+
 TokenIds = Annotated[list[int], Field(min_length=1)]
 """A prompt in tokens."""
 

@@ -35,9 +35,12 @@ from .tokens import End, LocalEngine, Round, TokenRequest
 
 MOST_FAULTS = 3
 """Requests in a row that an engine may fail by a fault of its own; then its replica is replaced."""
-MOST_HTTP = 10_000
-"""Requests that `Front` looks at, at once; those beyond its queue get their 429 from it and not a place in one of Ray's."""
-METRICS_SECONDS = 5.0
+MOST_ONGOING = 100_000
+"""Of Ray Serve's own limit for a replica; the one that holds is of the front's queue, which answers 429."""
+METRICS_SECONDS = 10.0
+"""That replicas have to tell their metrics; Prometheus waits no longer for a scrape."""
+GRACE_SECONDS = 1.0
+"""Until a request counts as cancelled by its replica."""
 GONE = (NodeDiedError, ObjectLostError, RayActorError, ReplicaUnavailableError, WorkerCrashedError)
 
 
@@ -141,10 +144,12 @@ class Replicas:
         except GONE as error:
             raise Lost(str(error)) from error
         except asyncio.CancelledError as error:
-            # A replica that is stopped cancels its requests, which looks from here like a cancellation of ours.
+            # It looks the same where this request is cancelled, where Ray Serve cancels what a client that has gone asked for (ahead of
+            # telling us), and where a replica gives a request up. In the first two, this task ends here.
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
+            await asyncio.sleep(GRACE_SECONDS)
             raise Lost("The replica has cancelled the request.") from error
         finally:
             answer.cancel()
@@ -196,7 +201,7 @@ class FrontMetrics(ServerMetrics):
         super().__init__(service, self._replicas)
 
     async def text(self) -> bytes:
-        """All of them, in Prometheus' text format. A replica that does not answer in time is left out."""
+        """All of them, in Prometheus' text format. Those of the replicas are left out where one does not answer in time."""
         try:
             answers = await self._handle.broadcast("metrics").results_async(
                 timeout_s=METRICS_SECONDS, return_exceptions=True
@@ -262,8 +267,8 @@ def build(args: ServeArgs) -> serve.Application:
             "max_replicas": args.max_replicas,
             "target_ongoing_requests": target,
         },
-        # What an engine has no place for waits before all of them, for the first that has one.
-        max_ongoing_requests=args.max_requests,
+        # Never reached: an engine's own queue fills a free place at the next step, and a full replica would not tell its metrics.
+        max_ongoing_requests=MOST_ONGOING,
         graceful_shutdown_timeout_s=config.drain_seconds,
         ray_actor_options=args.actor_options(),
     ).bind(args)
@@ -271,7 +276,7 @@ def build(args: ServeArgs) -> serve.Application:
     front = serve.deployment(
         serve.ingress()(Front),
         num_replicas=1,
-        max_ongoing_requests=MOST_HTTP,
+        max_ongoing_requests=MOST_ONGOING,
         graceful_shutdown_timeout_s=config.drain_seconds,
         ray_actor_options={"num_cpus": 0},
     )

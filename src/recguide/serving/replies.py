@@ -97,11 +97,12 @@ class Reply:
         }
 
     def about(self) -> dict[str, Any]:
-        """How it was decoded; `seed` asks for the same texts again."""
+        """How it was decoded; `seed` asks for the same texts again. Times are of the slowest answer, from the submission on."""
         exchange = self._exchange
         return {
             "strategy": exchange.strategy,
             "seed": exchange.seed,
+            **{f"{name}_s": round(exchange.longest(name), 4) for name in ("queue", "ttft", "e2e")},
             **{name: exchange.total(name) for name in ("rounds", "forwards", "reused")},
         }
 

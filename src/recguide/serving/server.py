@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -160,6 +161,16 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, host: str) -> None:
         super().__init__(config)
         self._service, self._host = service, host
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """To be told to stop is no failure: uvicorn's own would raise the signal again in the end."""
+        before = {kind: signal.signal(kind, self.handle_exit) for kind in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for kind, handler in before.items():
+                signal.signal(kind, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -109,6 +109,10 @@ class Exchange:
         """A count of all answers together."""
         return sum(getattr(figures, name) for figures in self.figures.values())
 
+    def longest(self, name: str) -> float:
+        """A time of the answer for which it is longest."""
+        return max((getattr(figures, name) for figures in self.figures.values()), default=0.0)
+
 
 class Service:
     """
