@@ -93,9 +93,12 @@ def test_a_mistake_is_the_line_s_answer(answerer: Answerer, server: Any) -> None
             expected = server.post(url, body)
             assert expected.status_code == status
             assert answered["response"]["body"] == expected.json()
-    assert json.loads(asyncio.run(answerer.answer(line("streamed", *BAD["streamed"][:2]))))["response"]["body"]["error"][
-        "param"
-    ] == "stream"
+    assert (
+        json.loads(asyncio.run(answerer.answer(line("streamed", *BAD["streamed"][:2]))))["response"]["body"]["error"][
+            "param"
+        ]
+        == "stream"
+    )
 
 
 def test_a_fault_of_ours_is_the_line_s_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,9 @@ def test_without_a_loss_everything_is_as_it_comes() -> None:
 
 @pytest.mark.parametrize("lost_after", range(7))
 @pytest.mark.parametrize("again", [[[1, 2, 3, 4, 5, 6]], [[1], [2, 3], [4, 5], [6]], [[1, 2, 3, 4, 5], [6]]])
-def test_lost_anywhere_and_cut_otherwise_no_token_is_lost_or_given_twice(lost_after: int, again: list[list[int]]) -> None:
+def test_lost_anywhere_and_cut_otherwise_no_token_is_lost_or_given_twice(
+    lost_after: int, again: list[list[int]]
+) -> None:
     before = [[token] for token in range(1, lost_after + 1)]
     source = Scripted([*before, Lost("gone")], [*again, END])
     rounds, end = answer(source)
@@ -81,7 +83,9 @@ def test_lost_anywhere_and_cut_otherwise_no_token_is_lost_or_given_twice(lost_af
 
 def test_log_probabilities_go_with_their_tokens() -> None:
     known = [TokenLogprobs(-float(token)) for token in range(1, 5)]
-    source = Scripted([Round([1, 2], known[:2]), Lost("gone")], [Round([1, 2, 3], known[:3]), Round([4], known[3:]), END])
+    source = Scripted(
+        [Round([1, 2], known[:2]), Lost("gone")], [Round([1, 2, 3], known[:3]), Round([4], known[3:]), END]
+    )
     rounds, _ = answer(source)
     assert [pair for item in rounds for pair in zip(item.tokens, item.logprobs, strict=True)] == [
         (token, TokenLogprobs(-float(token))) for token in range(1, 5)
@@ -89,7 +93,7 @@ def test_log_probabilities_go_with_their_tokens() -> None:
 
 
 def test_times_are_of_all_tries_and_costs_of_the_last() -> None:
-    rounds, end = answer(Scripted([[1], Lost("gone")], [[1, 2], END]))
+    _, end = answer(Scripted([[1], Lost("gone")], [[1, 2], END]))
     assert isinstance(end, End)
     assert end.figures.e2e > END.figures.e2e
     # The first token came in the first try, long before the second one's 2 s.

@@ -174,7 +174,9 @@ def test_a_client_that_goes_frees_its_place(url: str) -> None:
 
 def test_killed_under_load_no_answer_is_lost_or_given_twice(url: str, server: Any) -> None:
     settle(url)
-    expected = [server.post("/v1/chat/completions", body(i)).json()["choices"][0]["message"]["content"] for i in range(STREAMS)]
+    expected = [
+        server.post("/v1/chat/completions", body(i)).json()["choices"][0]["message"]["content"] for i in range(STREAMS)
+    ]
     pids = replica_pids()
     assert len(pids) == 2
     on_it: dict[str, float] = {}

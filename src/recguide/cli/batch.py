@@ -21,7 +21,9 @@ out = Console()
 
 def batch(
     source: Annotated[Path, typer.Argument(metavar="IN", help="JSONL in OpenAI's batch format.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="JSONL of answers; what it has already is not done again.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="JSONL of answers; what it has already is not done again.")
+    ],
     model: ModelOption = TINY,
     served_model_name: Annotated[
         str | None, typer.Option(help="As requests call it; by default as it is named here.")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import uuid
+from collections.abc import MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -138,6 +139,7 @@ class Answerer:
         else:
             status, body = await self._post(line.path, json.dumps(line.body).encode())
         answered = {
+            # First, so that a line that was not written to its end is known as one.
             "id": f"batch_req_{uuid.uuid4().hex}",
             "custom_id": line.custom_id,
             "response": {"status_code": status, "body": body},
@@ -147,14 +149,14 @@ class Answerer:
 
     async def _post(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
         messages = iter([{"type": "http.request", "body": body, "more_body": False}])
-        sent: list[dict[str, Any]] = []
+        sent: list[MutableMapping[str, Any]] = []
 
         async def receive() -> dict[str, Any]:
             for message in messages:
                 return message
             return await asyncio.Future()  # this client does not go
 
-        async def send(message: dict[str, Any]) -> None:
+        async def send(message: MutableMapping[str, Any]) -> None:
             sent.append(message)
 
         scope = {

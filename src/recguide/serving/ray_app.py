@@ -52,8 +52,8 @@ class ServeArgs(Settings):
 
     Args:
         min_replicas, max_replicas (`int`): engines; their number follows the load.
-        target_ongoing_requests (`float`, *optional*): answers under way for each engine that the number of engines aims at; by default three
-            quarters of `max_requests`.
+        target_ongoing_requests (`float`, *optional*):
+            Answers under way for each engine that their number aims at; by default three quarters of `max_requests`.
     """
 
     min_replicas: Annotated[int, Field(ge=0)] = 1
@@ -80,7 +80,11 @@ class EngineReplica:
         self._engine = Engine(model, config.engine, [observer])
         self._local = LocalEngine(self._engine, observer, tokenizer)
         self._metrics = EngineMetrics(config.name, self._local)
-        self._about = {"tokenizer": tokenizer, "context": context_of(model, self._engine), "sampling": sampling_of(model)}
+        self._about = {
+            "tokenizer": tokenizer,
+            "context": context_of(model, self._engine),
+            "sampling": sampling_of(model),
+        }
         self._faults = 0
 
     async def decode(self, request: TokenRequest) -> AsyncGenerator[Round | End | RecGuideError]:
@@ -174,7 +178,9 @@ class ReplicaMetrics(ReadWhenAsked):
 
     def collect(self) -> Iterator[Metric]:
         lost = CounterMetricFamily(
-            "recguide_lost", "Times an answer was lost with its replica, and begun again by another.", labels=("model_name",)
+            "recguide_lost",
+            "Times an answer was lost with its replica, and begun again by another.",
+            labels=("model_name",),
         )
         lost.add_metric((self._name,), self._source.lost)
         yield lost
@@ -231,7 +237,10 @@ class Front:
         config = self._config
         about = await self._handle.about.remote()
         limits = Limits(
-            self._args.max_requests * self._args.max_replicas, config.max_waiting, config.request_seconds, about["context"]
+            self._args.max_requests * self._args.max_replicas,
+            config.max_waiting,
+            config.request_seconds,
+            about["context"],
         )
         source = Failover(Replicas(self._handle))
         service = Service(config.name, about["tokenizer"], source, limits, about["sampling"], config.speculation)
@@ -256,7 +265,9 @@ def build(args: ServeArgs) -> serve.Application:
         args (`ServeArgs`): models, sizes, replicas.
     """
     if args.min_replicas > args.max_replicas:
-        raise ConfigError(f"min_replicas={args.min_replicas} is above max_replicas={args.max_replicas}. Raise the latter.")
+        raise ConfigError(
+            f"min_replicas={args.min_replicas} is above max_replicas={args.max_replicas}. Raise the latter."
+        )
     api_key = os.environ.get("RECGUIDE_API_KEY")
     config = args.server_config(api_key)
     target = args.target_ongoing_requests or max(1.0, 0.75 * args.max_requests)
@@ -281,4 +292,3 @@ def build(args: ServeArgs) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
     )
     return front.bind(args, api_key, engines)
-

@@ -104,7 +104,9 @@ def _started(settings: Settings, replicas: int) -> Iterator[None]:
     try:
         for name, needed in zip(("CPU", "GPU"), settings.actor_options().values(), strict=True):
             if (there := ray.cluster_resources().get(name, 0)) < needed * replicas:
-                raise ConfigError(f"{replicas} engines need {needed * replicas:g} {name}s, and Ray has {there:g}. Ask for fewer.")
+                raise ConfigError(
+                    f"{replicas} engines need {needed * replicas:g} {name}s, and Ray has {there:g}. Ask for fewer."
+                )
         yield
     finally:
         ray.shutdown()
