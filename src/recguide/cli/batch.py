@@ -96,7 +96,8 @@ def batch(
             out.print("Stopped. The same command goes on.")
             raise typer.Exit(130) from None
         finally:
-            out.print(
-                f"{report.answered} answered, {report.refused} with an error, {report.before} were there before.",
-                highlight=False,
-            )
+            if report.lines:
+                out.print(
+                    f"{report.answered} answered, {report.refused} with an error, {report.before} were there before.",
+                    highlight=False,
+                )
