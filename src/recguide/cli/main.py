@@ -33,6 +33,7 @@ from ..tiny.examples import EXAMPLES
 from ..tiny.tasks import FAMILIES, Task, make_task
 from ..trace import TraceWriter
 from . import benchmark, evaluation, load_benchmark
+from .batch import batch
 from .calibration import calibrate, profile
 from .doctor import diagnose
 from .mistakes import errors, readable_errors
@@ -329,6 +330,7 @@ app.command()(profile)
 app.command()(calibrate)
 app.command()(simulate)
 app.command()(serve)
+app.command()(batch)
 app.add_typer(evaluation.app, name="eval")
 
 

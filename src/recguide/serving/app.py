@@ -144,7 +144,7 @@ def create_app(
     @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
         """Prometheus metrics."""
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return app
 

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ..config import STRATEGIES
-from .observer import EngineObserver, Figures
+from .observer import Figures
 from .service import Service
 from .tokens import LocalEngine
 
@@ -24,10 +24,10 @@ class ServerMetrics:
 
     Args:
         service (`Service`): that answers.
-        local (`LocalEngine`, *optional*): its engine, where that is in this process.
+        engines (`Collector`): of the engines that decode for it.
     """
 
-    def __init__(self, service: Service, local: LocalEngine | None = None) -> None:
+    def __init__(self, service: Service, engines: Collector) -> None:
         self._registry = CollectorRegistry()
 
         def counter(name: str, text: str) -> Counter:
@@ -56,7 +56,8 @@ class ServerMetrics:
             registry=self._registry,
         )  # fmt: skip
         self._name = service.name
-        self._registry.register(_State(service, local))
+        self._registry.register(_ServiceMetrics(service))
+        self._registry.register(engines)
 
     def http(self, path: str, status: int) -> None:
         """An HTTP request has ended."""
@@ -80,37 +81,55 @@ class ServerMetrics:
         if tokens > 1:
             self._tpot.observe((figures.e2e - figures.ttft) / (tokens - 1))
 
-    def text(self) -> bytes:
+    async def text(self) -> bytes:
         """All of them, in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
-class _State(Collector):
-    """What is read when it is asked for."""
-
-    def __init__(self, service: Service, local: LocalEngine | None) -> None:
-        self._service, self._local = service, local
+class ReadWhenAsked(Collector):
+    """Metrics that are read when somebody asks for them."""
 
     def describe(self) -> Iterable[Metric]:
         # Without it the registry would collect once to learn the names.
         return []
 
+
+class _ServiceMetrics(ReadWhenAsked):
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
     def collect(self) -> Iterator[Metric]:
-        yield self._gauge(
-            "recguide_answers_under_way", "Answers taken on, running or waiting.", self._service.under_way
+        under_way = GaugeMetricFamily(
+            "recguide_answers_under_way", "Answers taken on, running or waiting.", labels=("model_name",)
         )
+        under_way.add_metric((self._service.name,), self._service.under_way)
+        yield under_way
         mode = GaugeMetricFamily(
             "recguide_mode", "1 for the strategy of requests that name none.", labels=("strategy",)
         )
         for strategy in STRATEGIES:
             mode.add_metric((strategy,), float(strategy == self._service.speculation.strategy))
         yield mode
-        if self._local is not None:
-            yield from self._of_engine(self._local)
-            yield from self._of_drafts(self._local.observer)
 
-    def _of_engine(self, local: LocalEngine) -> Iterator[Metric]:
-        status = local.engine.status()
+
+class EngineMetrics(ReadWhenAsked):
+    """
+    How an engine is doing.
+
+    Args:
+        name (`str`): the model's, as requests call it.
+        local (`LocalEngine`): the engine.
+    """
+
+    def __init__(self, name: str, local: LocalEngine) -> None:
+        self._name, self._local = name, local
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._of_engine()
+        yield from self._of_drafts()
+
+    def _of_engine(self) -> Iterator[Metric]:
+        status = self._local.engine.status()
         yield self._gauge("vllm:num_requests_running", "Answers that hold a place in the engine.", status.running)
         yield self._gauge("vllm:num_requests_waiting", "Answers that wait for one.", status.waiting)
         used = 1 - status.free_pages / status.pages
@@ -124,8 +143,8 @@ class _State(Collector):
             rho.add_metric((policy,), price)
         yield rho
 
-    def _of_drafts(self, observer: EngineObserver) -> Iterator[Metric]:
-        seen, recent = observer.counts(), observer.recent()
+    def _of_drafts(self) -> Iterator[Metric]:
+        seen, recent = self._local.observer.counts(), self._local.observer.recent()
         yield self._counter("vllm:spec_decode_num_drafts", "Rounds that verified a draft.", seen.drafts)
         yield self._counter(
             "vllm:spec_decode_num_draft_tokens", "Drafted tokens that were verified.", seen.draft_tokens
@@ -172,16 +191,16 @@ class _State(Collector):
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=("model_name",))
-        family.add_metric((self._service.name,), value)
+        family.add_metric((self._name,), value)
         return family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(name, text, labels=("model_name",))
-        family.add_metric((self._service.name,), value)
+        family.add_metric((self._name,), value)
         return family
 
     def _counters(self, name: str, text: str, label: str, values: dict[Any, int]) -> Metric:
         family = CounterMetricFamily(name, text, labels=("model_name", label))
         for key, value in sorted(values.items()):
-            family.add_metric((self._service.name, str(key)), value)
+            family.add_metric((self._name, str(key)), value)
         return family

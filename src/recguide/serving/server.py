@@ -6,7 +6,8 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..config import RecGuideConfig
 from ..engine import Engine, EngineConfig
 from ..errors import ConfigError, MissingDependencyError
 from .app import Access, create_app
-from .metrics import ServerMetrics
+from .metrics import EngineMetrics, ServerMetrics
 from .observer import EngineObserver
 from .request_log import no_span, opentelemetry_span
 from .service import Limits, Service
@@ -113,15 +114,31 @@ def build(model: Any, tokenizer: Any, config: ServerConfig) -> FastAPI:
         # uvicorn has let the requests under way end, for as long as it may; whoever is left is cancelled.
         engine.close()
 
+    app = application(service, ServerMetrics(service, EngineMetrics(service.name, local)), config, lifespan)
+    app.state.service = service
+    return app
+
+
+def application(
+    service: Service,
+    metrics: ServerMetrics,
+    config: ServerConfig,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+) -> FastAPI:
+    """
+    HTTP before a service, with the access that its configuration gives.
+
+    Args:
+        service (`Service`): answers.
+        metrics (`ServerMetrics`): of it.
+        config (`ServerConfig`): its access and traces.
+        lifespan (callable, *optional*): what goes on around the serving.
+    """
     is_local = config.host in LOOPBACK or config.host.startswith("127.")
     # Without a key, a page in the user's browser could reach the server under a name of its own that points here.
     hosts = (*LOOPBACK, "[::1]", config.host) if is_local and config.api_key is None else None
     access = Access(config.api_key, hosts, config.max_body_bytes, config.log_prompts)
-    app = create_app(
-        service, ServerMetrics(service, local), access, _tracer_span() if config.traces else no_span, lifespan
-    )
-    app.state.service = service
-    return app
+    return create_app(service, metrics, access, _tracer_span() if config.traces else no_span, lifespan)
 
 
 def _tracer_span() -> Any:
