@@ -350,9 +350,7 @@ def test_logprobs_come_with_their_tokens_and_are_those_of_generate(strategy: str
     options: dict[str, Any] = {
         "max_new_tokens": 20, "do_sample": True, "seed": 4, "output_logprobs": True, "top_logprobs": 2
     }  # fmt: skip
-    call = own.generate(
-        torch.tensor([[7, 8, 9]]), generation_strategy="ar", return_dict_in_generate=True, **options
-    )
+    call = own.generate(torch.tensor([[7, 8, 9]]), generation_strategy="ar", return_dict_in_generate=True, **options)
     values, ids = (part[0].tolist() for part in call.top_logprobs)
     with Engine(own, small()) as engine:
         handle = engine.add_request([7, 8, 9], generation_strategy=strategy, **(options | {"seed": call.seeds[0]}))
@@ -369,7 +367,9 @@ def test_logprobs_come_with_their_tokens_and_are_those_of_generate(strategy: str
     assert result.logprobs is not None
     assert [one.logprob for one in result.logprobs] == pytest.approx(call.logprobs[0].tolist(), abs=1e-4)
     assert [[token for token, _ in one.top] for one in result.logprobs] == ids
-    assert [[value for _, value in one.top] for one in result.logprobs] == [pytest.approx(row, abs=1e-4) for row in values]
+    assert [[value for _, value in one.top] for one in result.logprobs] == [
+        pytest.approx(row, abs=1e-4) for row in values
+    ]
 
 
 def test_status_tells_who_runs_and_who_waits() -> None:

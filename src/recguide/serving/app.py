@@ -231,7 +231,8 @@ def _handle_errors(app: FastAPI) -> None:
 
 def _field_at(location: Sequence[str | int], body: Any) -> str | None:
     """The field that pydantic means, without the names of types that it puts between."""
-    path, value = [], body
+    path: list[str] = []
+    value = body
     for part in location:
         if (isinstance(value, list) and isinstance(part, int) and part < len(value)) or (
             isinstance(value, dict) and part in value
