@@ -17,7 +17,7 @@ import uvicorn
 
 from recguide.engine import EngineConfig
 from recguide.loading import TINY, load
-from recguide.serving.server import ServerConfig, build
+from recguide.serving.server import ServerConfig, build, local_engine
 from recguide.serving.service import Service
 
 
@@ -68,7 +68,7 @@ def loaded() -> tuple[Any, Any]:
 @contextlib.contextmanager
 def _listening(loaded: tuple[Any, Any], **changes: Any) -> Iterator[Running]:
     config = ServerConfig(**({"name": TINY, "engine": EngineConfig(max_requests=8)} | changes))
-    app = build(*loaded, config)
+    app = build(local_engine(*loaded, config.engine), config)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, name="server", daemon=True)
     thread.start()
@@ -100,4 +100,4 @@ def server(loaded: tuple[Any, Any]) -> Iterator[Running]:
 def start(loaded: tuple[Any, Any]) -> Iterator[Callable[..., Running]]:
     """Starts servers with other settings; they stop with the test."""
     with contextlib.ExitStack() as stack:
-        yield lambda **changes: stack.enter_context(_listening(loaded, **changes))
+        yield lambda model=loaded[0], **changes: stack.enter_context(_listening((model, loaded[1]), **changes))

@@ -57,6 +57,12 @@ def serve(
     compiled: CompileOption = False,
     cuda_graphs: GraphsOption = False,
     threads: ThreadsOption = None,
+    tensor_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--tensor-parallel", help="Split the model over the processes of torchrun; see docs/tensor-parallel.md."
+        ),
+    ] = False,
     trust_remote_code: Annotated[bool, typer.Option(help="Let the checkpoint's own code run.")] = False,
 ) -> None:
     """Serve a model to clients of OpenAI's API (extra: serve). Logs one line of JSON a request to standard error."""
@@ -105,4 +111,4 @@ def serve(
         )
         if threads:
             torch.set_num_threads(threads)
-        server.serve(*load(model, dtype, device, trust_remote_code), config)
+        server.serve(*load(model, dtype, device, trust_remote_code, tensor_parallel), config)

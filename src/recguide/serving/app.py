@@ -234,10 +234,9 @@ def _field_at(location: Sequence[str | int], body: Any) -> str | None:
     path: list[str] = []
     value = body
     for part in location:
-        if (isinstance(value, list) and isinstance(part, int) and part < len(value)) or (
-            isinstance(value, dict) and part in value
-        ):
-            path, value = [*path, str(part)], value[part]
+        if part in range(len(value)) if isinstance(value, list) else isinstance(value, dict) and part in value:
+            path.append(str(part))
+            value = value[part]
     if isinstance(value, dict) and location[-1] != "body" and location[-1] not in path:
         path.append(str(location[-1]))  # it is missing
     return ".".join(path) or None

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..errors import InputError
 from .app import CHAT, COMPLETIONS
 from .replies import error_body
-from .server import build
+from .server import build, local_engine
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class Answerer:
         config = replace(
             settings.server_config(), max_waiting=NO_LIMIT, request_seconds=float(NO_LIMIT), max_body_bytes=NO_LIMIT
         )
-        self._app = build(*settings.load(), config)
+        self._app = build(local_engine(*settings.load(), config.engine), config)
 
     async def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
         """Of Ray Data: a batch of lines, all at once."""

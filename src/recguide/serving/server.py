@@ -93,19 +93,29 @@ def context_of(model: Any, engine: Engine) -> int:
     return context
 
 
-def build(model: Any, tokenizer: Any, config: ServerConfig) -> FastAPI:
+def local_engine(model: Any, tokenizer: Any, config: EngineConfig) -> LocalEngine:
     """
-    The application of one process; its engine runs while the application does.
+    An engine that is watched.
 
     Args:
         model, tokenizer: an attached model and its tokenizer.
-        config (`ServerConfig`): sizes, limits and access.
+        config (`EngineConfig`): its sizes.
     """
     observer = EngineObserver()
-    engine = Engine(model, config.engine, [observer])
-    local = LocalEngine(engine, observer, tokenizer)
+    return LocalEngine(Engine(model, config, [observer]), observer, tokenizer)
+
+
+def build(local: LocalEngine, config: ServerConfig) -> FastAPI:
+    """
+    The application of one process; it closes the engine when it ends.
+
+    Args:
+        local (`LocalEngine`): of `config.engine`'s sizes.
+        config (`ServerConfig`): limits and access.
+    """
+    engine, model = local.engine, local.engine.model
     limits = Limits(config.engine.max_requests, config.max_waiting, config.request_seconds, context_of(model, engine))
-    service = Service(config.name, tokenizer, local, limits, sampling_of(model), config.speculation)
+    service = Service(config.name, local.tokenizer, local, limits, sampling_of(model), config.speculation)
     service.config_of(None)
 
     @contextlib.asynccontextmanager
@@ -195,7 +205,14 @@ def serve(model: Any, tokenizer: Any, config: ServerConfig) -> None:
     """
     if config.api_key is None and not (config.host in LOOPBACK or config.host.startswith("127.")):
         logger.warning("Listening on %s without an API key: whoever reaches it may use it.", config.host)
-    app = build(model, tokenizer, config)
+    local = local_engine(model, tokenizer, config.engine)
+    if not local.engine.leads:
+        # The rank that has the requests ends them, and then this one.
+        for kind in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(kind, signal.SIG_IGN)
+        local.engine.follow()
+        return
+    app = build(local, config)
     settings = uvicorn.Config(
         app,
         host=config.host,

@@ -85,15 +85,15 @@ class LocalEngine:
 
     def __init__(self, engine: Engine, observer: EngineObserver, tokenizer: Any) -> None:
         self.engine, self.observer = engine, observer
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     async def decode(self, request: TokenRequest) -> AsyncGenerator[Round | End]:
         """As of [`TokenSource`]."""
         rules: dict[str, Any] = {}
         if request.stop:
-            rules["stopping_criteria"] = [StopSequences(self._tokenizer, request.stop, len(request.prompt_ids))]
+            rules["stopping_criteria"] = [StopSequences(self.tokenizer, request.stop, len(request.prompt_ids))]
         if request.json_schema is not None:
-            rules["logits_processor"] = [GrammarLogitsProcessor(self._tokenizer, json_schema=request.json_schema)]
+            rules["logits_processor"] = [GrammarLogitsProcessor(self.tokenizer, json_schema=request.json_schema)]
         submitted = time.perf_counter()
         handle = self.engine.add_request(request.prompt_ids, **request.options, **rules)
         figures = self.observer.submitted(handle.request_id, submitted)
