@@ -125,7 +125,13 @@ def test_a_wrong_adapter_is_told_by_the_gauge(loaded: Any, start: Any) -> None:
     server = start(model=model)
     texts = []
     for strategy in ("ar", "linear"):
-        body = {"model": "recguide-tiny", "prompt": "Tom has 3", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": "recguide-tiny",
+            "prompt": "Tom has 3",
+            "max_tokens": 200,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         answer = server.post("/v1/completions", body | {"recguide": {"strategy": strategy}}).json()
         texts.append(answer["choices"][0]["text"])
     assert texts[0] == texts[1]

@@ -27,7 +27,7 @@ from .metrics import ServerMetrics
 from .protocol import ChatRequest, CompletionRequest, ErrorBody, NotHonoured, Speculation
 from .replies import Reply, error_body
 from .request_log import RequestLog, no_span
-from .service import ContextExceeded, Exchange, Overloaded, Piece, Service
+from .service import ContextExceeded, Exchange, Overloaded, Piece, Service, ShuttingDown
 
 logger = logging.getLogger(__name__)
 
@@ -179,8 +179,9 @@ def _refusal(error: Exception) -> JSONResponse:
     """What a request that cannot be answered gets."""
     match error:
         case Overloaded():
-            status = 503 if "shutting down" in str(error) else 429
-            kind, code = ("service_unavailable", "draining") if status == 503 else ("rate_limit_error", "queue_full")
+            status, kind, code = 429, "rate_limit_error", "queue_full"
+            if isinstance(error, ShuttingDown):
+                status, kind, code = 503, "service_unavailable", "draining"
             return JSONResponse(
                 error_body(str(error), kind, code=code), status, headers={"retry-after": str(error.retry_after)}
             )

@@ -37,11 +37,15 @@ class ContextExceeded(InputError):
 
 
 class Overloaded(Exception):
-    """The queue is full, or the server is shutting down."""
+    """The queue is full."""
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class ShuttingDown(Overloaded):
+    """The server takes no more."""
 
 
 @dataclass(frozen=True)
@@ -251,14 +255,14 @@ class Service:
         Room for so many answers, given back on leaving.
 
         Raises:
-            Overloaded: there is none.
+            Overloaded, ShuttingDown: there is none.
             InputError: there never is.
         """
         room = self.limits.running + self.limits.waiting
         if answers > room:
             raise InputError(f"The request asks for {answers} answers at once; the server takes {room}. Send several.")
         if self.is_draining:
-            raise Overloaded("The server is shutting down.", retry_after=math.ceil(self._usual_seconds))
+            raise ShuttingDown("The server is shutting down.", retry_after=math.ceil(self._usual_seconds))
         if self.under_way + answers > room:
             rounds = (self.under_way - self.limits.running) / self.limits.running
             raise Overloaded(
@@ -317,7 +321,7 @@ class Service:
                         exchange.figures[index] = item.figures
                         piece = Piece(index, text.finish(), [], None, FINISH_REASONS[item.reason])
                     else:
-                        raise Overloaded("The server has ended the request: it is shutting down.", retry_after=1)
+                        raise ShuttingDown("The server has ended the request: it is shutting down.", retry_after=1)
                     pieces.put_nowait(piece)
             pieces.put_nowait(None)
         except Exception as error:

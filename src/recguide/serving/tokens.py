@@ -6,12 +6,13 @@ asked for again elsewhere, and in float32 the same tokens come.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..engine import Engine
+from ..engine import Engine, RequestHandle
 from ..grammar import GrammarLogitsProcessor
 from ..hf_outputs import TokenLogprobs
 from .observer import EngineObserver, Figures
@@ -89,14 +90,14 @@ class LocalEngine:
 
     async def decode(self, request: TokenRequest) -> AsyncGenerator[Round | End]:
         """As of [`TokenSource`]."""
-        rules: dict[str, Any] = {}
-        if request.stop:
-            rules["stopping_criteria"] = [StopSequences(self.tokenizer, request.stop, len(request.prompt_ids))]
-        if request.json_schema is not None:
-            rules["logits_processor"] = [GrammarLogitsProcessor(self.tokenizer, json_schema=request.json_schema)]
-        submitted = time.perf_counter()
-        handle = self.engine.add_request(request.prompt_ids, **request.options, **rules)
-        figures = self.observer.submitted(handle.request_id, submitted)
+        # In a thread, since a grammar may take long to compile, and nobody's stream must stand still meanwhile.
+        submission = asyncio.ensure_future(asyncio.to_thread(self._submit, request))
+        try:
+            handle, figures = await asyncio.shield(submission)
+        except asyncio.CancelledError:
+            # The thread goes on, and what it submits is nobody's.
+            submission.add_done_callback(self._give_up)
+            raise
         given = 0
         try:
             async for tokens in handle:
@@ -109,5 +110,22 @@ class LocalEngine:
             figures.preempted = result.preempted
             yield End(result.reason, figures)
         finally:
-            handle.cancel()
-            self.observer.left(handle.request_id)
+            self._leave(handle)
+
+    def _submit(self, request: TokenRequest) -> tuple[RequestHandle, Figures]:
+        rules: dict[str, Any] = {}
+        if request.stop:
+            rules["stopping_criteria"] = [StopSequences(self.tokenizer, request.stop, len(request.prompt_ids))]
+        if request.json_schema is not None:
+            rules["logits_processor"] = [GrammarLogitsProcessor(self.tokenizer, json_schema=request.json_schema)]
+        submitted = time.perf_counter()
+        handle = self.engine.add_request(request.prompt_ids, **request.options, **rules)
+        return handle, self.observer.submitted(handle.request_id, submitted)
+
+    def _give_up(self, submission: asyncio.Future[tuple[RequestHandle, Figures]]) -> None:
+        if not submission.cancelled() and submission.exception() is None:
+            self._leave(submission.result()[0])
+
+    def _leave(self, handle: RequestHandle) -> None:
+        handle.cancel()
+        self.observer.left(handle.request_id)
