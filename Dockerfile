@@ -16,6 +16,6 @@ ENV OMP_WAIT_POLICY=PASSIVE HF_HOME=/home/recguide/.cache/huggingface
 EXPOSE 8000
 HEALTHCHECK --interval=10s --start-period=120s CMD \
     ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=5)"]
-# SIGTERM drains. In a container the server must listen on all of its addresses; publish the port on 127.0.0.1, or set RECGUIDE_API_KEY.
+# The check above is for port 8000. SIGTERM drains. In a container the server must listen on all of its addresses; it does so with RECGUIDE_API_KEY only.
 ENTRYPOINT ["recguide", "serve", "--host", "0.0.0.0"]
 CMD ["recguide-tiny"]

@@ -18,6 +18,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -203,12 +204,11 @@ def serving(*options: str, threads: int = 1) -> Iterator[tuple[str, psutil.Proce
             else:
                 raise RuntimeError(f"The server ended with {process.wait()}.")
             # Its log must not fill the pipe.
-            drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
+            threading.Thread(target=process.stderr.read, daemon=True).start()
             yield found[1], psutil.Process(process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
-            drain.wait(60)
 
 
 def _timed(work: Any) -> tuple[list[Outcome], float]:

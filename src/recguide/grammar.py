@@ -75,9 +75,13 @@ class GrammarLogitsProcessor(LogitsProcessor):
         other._rows = []
         return other
 
+    def compile(self, vocab_size: int) -> None:
+        """Do now what the first call would: compile the grammar for a model's vocabulary. Copies share the result."""
+        self._matcher = self._new_matcher(vocab_size)
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if self._matcher is None:
-            self._matcher = self._new_matcher(scores.shape[1])
+            self.compile(scores.shape[1])
         texts = input_ids.tolist()
         if len(self._rows) != len(texts):
             self._rows = [self._start(ids) for ids in texts]

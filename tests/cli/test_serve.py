@@ -56,6 +56,8 @@ def test_options_reach_the_server(served: list[server.ServerConfig], tmp_path: P
         ("serve --tensor-parallel", "torchrun"),
         ("serve --max-waiting=-1", "max-waiting"),
         ("serve --port 70000", "port"),
+        ("serve --host 0.0.0.0", "requests must have a key"),
+        ("serve --policy verification_guided --strategy linear --tables no-such-directory", "calibrate"),
         ("serve --dtype int8", "--dtype must be one of"),
     ],
 )

@@ -401,6 +401,7 @@ def test_status_tells_who_runs_and_who_waits() -> None:
         ({"prompt_ids": torch.tensor([[7, 8]])}, InputError, "flat sequence"),
         ({"prompt_ids": "hello"}, InputError, "flat sequence"),
         ({"output_logits": True}, UnsupportedError, "output_logits"),
+        ({"sequence_bias": [[[64], 1.0]]}, InputError, "SequenceBiasLogitsProcessor"),
         ({"top_logprobs": 2}, ConfigError, "goes with output_logprobs=True"),
         ({"top_logprobs": 129, "output_logprobs": True}, ConfigError, "from 0 to 128; got 129"),
         ({"cache": object()}, UnsupportedError, "cache"),

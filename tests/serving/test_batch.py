@@ -155,9 +155,10 @@ def test_a_half_written_line_is_cut_off_and_done_again(tmp_path: Path) -> None:
 
 
 def test_an_output_that_is_none_is_refused_and_left_alone(tmp_path: Path) -> None:
-    target = write(tmp_path / "out.jsonl", ['{"custom_id": "a"}', "my diary"])
-    with pytest.raises(InputError, match="line 2"):
-        read_done(target)
+    for stranger in ("my diary", '{"custom_id": "b", "body": {}}'):
+        target = write(tmp_path / "out.jsonl", ['{"custom_id": "a", "response": null}', stranger])
+        with pytest.raises(InputError, match="line 2"):
+            read_done(target)
     target.write_text("my diary, without an end of its line")
     with pytest.raises(InputError):
         read_done(target)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from recguide import FinishRecord, ForwardRecord, RoundRecord
+from recguide import FinishRecord, ForwardRecord, RecGuideConfig, RoundRecord
 from recguide.serving.observer import LEAST_DRAFTED, EngineObserver
 from recguide.structs import Draft, DraftSource, Guess, Outcome
 
@@ -122,7 +122,7 @@ def test_a_wrong_adapter_is_told_by_the_gauge(loaded: Any, start: Any) -> None:
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 weight.copy_(torch.randn_like(weight))
-    server = start(model=model)
+    server = start(model=model, speculation=RecGuideConfig(strategy="linear"))
     texts = []
     for strategy in ("ar", "linear"):
         body = {

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from recguide import CalibrationError, RecGuideConfig
 from recguide.loading import chat_ids
 from recguide.tiny.examples import EXAMPLES
 
@@ -256,6 +257,20 @@ def test_speculation_changes_at_run_time(start: Callable[..., Running]) -> None:
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages.0.content.0.text", "required"),
         ({"messages": [{"role": "user", "content": "x" * 30000}]}, 400, "messages", "context is 2048 tokens"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 'x' * 9 }}"}}, 400, None, "cannot set chat_template"),
+        ({"chat_template_kwargs": {"truncation": True, "max_length": 2}}, 400, None, "max_length, truncation"),
+        ({"chat_template_kwargs": {"tools": []}}, 400, None, "cannot set tools"),
+        ({"logit_bias": {"1000000": 1}}, 400, None, "vocabulary"),
+        ({"logit_bias": {"9" * 5000: 1}}, 400, None, "pattern"),
+        ({"logit_bias": {"05": 1}}, 400, None, "pattern"),
+        ({"min_tokens": 50}, 400, None, "may have 24 at the most"),
+        ({"user": "u" * 129}, 400, "user", "128"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"x": "x" * 70000}}}},
+            400,
+            None,
+            "up to 65536",
+        ),
         ({"recguide": {"strategy": "fast"}}, 400, None, "Unknown generation_strategy"),
         ({"recguide": {"block_size": 7}}, 400, None, "block_size must be one of"),
         ({"recguide": {"tables": "/etc"}}, 400, "recguide.tables", "not permitted"),
@@ -308,6 +323,13 @@ def test_neutral_values_of_what_is_not_offered_pass(server: Running) -> None:
         (json.dumps(completion()).encode(), {"content-type": "text/plain"}, 400, ""),
         (b"", {"content-type": "application/json"}, 400, ""),
         (b'{"prompt": NaN}', {"content-type": "application/json"}, 400, ""),
+        (
+            b'{"model": "recguide-tiny", "prompt": "a", "repetition_penalty": Infinity}',
+            {"content-type": "application/json"},
+            400,
+            "finite",
+        ),
+        (json.dumps({"prompt": [None] * 100000}).encode(), {"content-type": "application/json"}, 400, ""),
         (b"[" * 100000, {"content-type": "application/json"}, 400, ""),
     ],
 )
@@ -317,6 +339,35 @@ def test_malformed_bodies_get_400(
     answer = httpx.post(server.url + "/v1/completions", content=content, headers=headers, timeout=60)
     assert answer.status_code == status, answer.text
     assert words in answer.json()["error"]["message"]
+
+
+def test_a_fault_of_ours_is_a_500_also_in_the_log(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start()
+
+    def fail(body: Any) -> None:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(server.service, "exchange", fail)
+    with caplog.at_level("INFO", "recguide.requests"):
+        answer = server.post("/v1/completions", completion(), headers={"x-request-id": "mine"})
+        server.settle()
+    assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
+    assert "secret" not in answer.text
+    (line,) = [json.loads(record.message) for record in caplog.records if record.name == "recguide.requests"]
+    assert (line["status"], line["error"]) == (500, "RuntimeError")
+    assert 'status="500"' in httpx.get(server.url + "/metrics").text
+
+
+def test_tables_that_are_missing_are_told_at_the_start(start: Callable[..., Running], tmp_path: Any) -> None:
+    config = RecGuideConfig(policy="verification_guided", tables=str(tmp_path))
+    with pytest.raises(CalibrationError):
+        start(speculation=config)
+    server = start(speculation=RecGuideConfig(strategy="linear", tables=str(tmp_path)))
+    wrong = httpx.put(server.url + "/recguide/speculation", json={"policy": "verification_guided"})
+    assert wrong.status_code == 400
+    assert httpx.get(server.url + "/recguide/speculation").json()["policy"] == "fixed"
 
 
 def test_a_long_body_gets_413_without_being_read(server: Running) -> None:

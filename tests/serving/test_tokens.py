@@ -46,12 +46,14 @@ def test_who_goes_while_a_request_is_submitted_leaves_nothing(
     loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = local_engine(*loaded, EngineConfig())
-    began, go_on, submit = threading.Event(), threading.Event(), local._submit
+    began, go_on, submitted, submit = threading.Event(), threading.Event(), threading.Event(), local._submit
 
-    def slowly(wanted: TokenRequest) -> Any:
+    def slowly(wanted: TokenRequest, at: float) -> Any:
         began.set()
         go_on.wait(60)
-        return submit(wanted)
+        found = submit(wanted, at)
+        submitted.set()
+        return found
 
     monkeypatch.setattr(local, "_submit", slowly)
 
@@ -67,7 +69,7 @@ def test_who_goes_while_a_request_is_submitted_leaves_nothing(
             await task
         go_on.set()
         for _ in range(1000):
-            if local.observer._counts.forwards and not local.observer._under_way:
+            if submitted.is_set() and not local.observer._under_way:
                 break
             await asyncio.sleep(0.01)
 

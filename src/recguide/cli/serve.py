@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +26,9 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="As requests call it; by default as it is named here.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in, with a key.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one; the log says which.")] = 8000,
     strategy: Annotated[str, typer.Option(help=f"Of requests that name none: {', '.join(STRATEGIES)}.")] = "auto",
     block_size: Annotated[int | None, typer.Option(help="Likewise; not with auto, which decides by itself.")] = None,
@@ -46,7 +49,6 @@ def serve(
         Path | None,
         typer.Option(help="File whose first line is the key that requests must have; or set RECGUIDE_API_KEY."),
     ] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="RECGUIDE_API_KEY", hidden=True)] = None,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
     traces: Annotated[
         bool, typer.Option("--traces", help="OpenTelemetry spans (extra: otel), as OTEL_… variables say.")
@@ -79,6 +81,7 @@ def serve(
         logging.getLogger("recguide").setLevel(logging.INFO)
         options = {"block_size": block_size, "policy": policy, "tables": tables}
         speculation = resolve_config(strategy, {name: value for name, value in options.items() if value is not None})
+        api_key = os.environ.get("RECGUIDE_API_KEY", "").strip() or None
         if api_key_file is not None:
             if api_key is not None:
                 raise ConfigError("--api-key-file and RECGUIDE_API_KEY were both given; a server has one key.")

@@ -17,16 +17,17 @@ from typing import Any, Self
 import torch
 
 from ..adapter import ModelAdapter
-from ..config import ForwardConfig
+from ..config import ForwardConfig, RecGuideConfig
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..hf_outputs import ScoreRecorder, TokenLogprobs
 from ..hf_processors import own_copy
 from ..hf_strategy import STRATEGY, checked_hooks, prepared_call
 from ..hooks import Hook, Hooks
-from ..loop import check_prompts
+from ..loop import check_prompts, method_of
 from ..paged_kv import PagedBatch, PagePool
 from ..policy import SHELF
 from ..ranks import BEAT
+from ..sampling import Sampling
 from ..streaming import Feed
 from ..structs import FinishRecord
 from .runner import Entry, Runner
@@ -285,6 +286,8 @@ class Engine:
             reason = _NOT_HERE["return_dict_in_generate"]
             raise UnsupportedError(f"The engine cannot honour return_dict_in_generate: {reason}")
         request = call.batch[0]
+        if request.sampling is not None:
+            self._try(request.sampling)
         check_prompts([request], self._adapter)
         if (pages := self._runner.pages_of(request)) > self._pool.num_pages:
             raise InputError(
@@ -305,6 +308,25 @@ class Engine:
             self._start()
             self._changed.notify()
         return job.handle
+
+    def _try(self, sampling: Sampling) -> None:
+        """Rules that need no prefix run on the rows of a whole forward: what they raise there would end other requests too."""
+        vocabulary = self.model.config.get_text_config().vocab_size
+        scores = torch.zeros((1, vocabulary), device=self._adapter.device)
+        for rule in sampling.processors:
+            try:
+                scores = rule(torch.empty((1, 0), dtype=torch.long, device=scores.device), scores)
+            except Exception as error:
+                raise InputError(f"{type(rule).__name__} does not take this model's scores: {error}") from error
+
+    def check(self, config: RecGuideConfig) -> None:
+        """
+        Whether requests can be decoded by a config.
+
+        Raises:
+            UnsupportedError, CheckpointError, CalibrationError: the model cannot draft in this way, or there are no tables for it.
+        """
+        method_of(config, frozenset(), self._adapter, self._policies)
 
     def _checked(self, prompt_ids: Sequence[int]) -> list[int]:
         """The prompt as a list; a token that the model does not have would end everybody's forward."""

@@ -133,7 +133,7 @@ def create_app(
     @app.put(SPECULATION)
     async def set_speculation(wanted: Speculation) -> dict[str, Any]:
         """Change that, for requests from now on. What is not named is as before, or by default where the strategy is another."""
-        service.speculation = service.config_of(wanted)
+        await asyncio.to_thread(service.set_speculation, wanted)
         return _shown(service.speculation)
 
     @app.get("/health", response_class=JSONResponse)
@@ -166,6 +166,10 @@ def _check_model(service: Service, name: str) -> None:
 
 class _UnknownModel(Exception):
     pass
+
+
+EXPECTED: tuple[type[Exception], ...] = (RecGuideError, Overloaded, _UnknownModel, TimeoutError)
+"""What a request may end with without a fault of the server's."""
 
 
 def _shown(config: RecGuideConfig) -> dict[str, Any]:
@@ -213,7 +217,8 @@ def _handle_errors(app: FastAPI) -> None:
         reason = str(cause) if cause is not None else first["msg"]
         message = reason if isinstance(cause, NotHonoured) else f"{field or 'The body'}: {reason}"
         # The message may repeat what was sent, which stays out of the log.
-        request.scope["state"]["record"]["error"] = f"{first['type']}: {field}"
+        known = "" if first["type"] == "extra_forbidden" else f": {field}"
+        request.scope["state"]["record"]["error"] = first["type"] + known
         return JSONResponse(error_body(message, "invalid_request_error", field, first["type"]), 400)
 
     @app.exception_handler(HTTPException)
@@ -222,8 +227,7 @@ def _handle_errors(app: FastAPI) -> None:
             error_body(str(error.detail), "invalid_request_error"), error.status_code, headers=error.headers
         )
 
-    kinds: tuple[type[Exception], ...] = (RecGuideError, Overloaded, _UnknownModel, TimeoutError, Exception)
-    for kind in kinds:
+    for kind in (*EXPECTED, Exception):
 
         @app.exception_handler(kind)
         async def refused(request: Request, error: Exception) -> JSONResponse:
@@ -261,11 +265,12 @@ class _Answering(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = scope["state"]["record"]
         limit = self._service.limits.seconds + self.SEND_SECONDS
-        if not await _while_connected(receive, self._answer(record, send), limit):
+        if not await _while_connected(receive, self._answer(record, scope, receive, send), limit):
             record["is_gone"] = True
 
-    async def _answer(self, record: dict[str, Any], send: Send) -> None:
+    async def _answer(self, record: dict[str, Any], scope: Scope, receive: Receive, send: Send) -> None:
         service, body = self._service, self._body
+        deadline = asyncio.get_running_loop().time() + service.limits.seconds
         _check_model(service, body.model)
         prompts = 1 if isinstance(body, ChatRequest) else len(body.prompts)
         record |= {"model": body.model, "stream": bool(body.stream), "answers": prompts * (body.n or 1)}
@@ -277,23 +282,27 @@ class _Answering(Response):
             )
         try:
             with service.place(record["answers"]):
-                exchange = await asyncio.to_thread(service.exchange, body)
+                async with asyncio.timeout_at(deadline):
+                    exchange = await asyncio.to_thread(service.exchange, body)
                 record |= {"strategy": exchange.strategy, "prompt_tokens": exchange.prompt_tokens}
                 self._metrics.prompts(exchange.prompt_tokens)
                 try:
-                    if (failure := await self._write(exchange, send)) is not None:
+                    if (failure := await self._write(exchange, deadline, send)) is not None:
                         record["error"] = type(failure).__name__
                 finally:
                     record |= _costs(exchange)
         except Exception as error:
             # Its message may repeat what was sent, which stays out of the log.
             record["error"] = type(error).__name__
-            raise
+            if isinstance(error, EXPECTED):
+                raise
+            # Here and not further out, where the request's id is no longer known.
+            await _refusal(error)(scope, receive, send)
 
-    async def _write(self, exchange: Exchange, send: Send) -> Exception | None:
+    async def _write(self, exchange: Exchange, deadline: float, send: Send) -> Exception | None:
         service, body = self._service, self._body
         reply = Reply(isinstance(body, ChatRequest), service.name, exchange, service.tokenizer)
-        async with contextlib.aclosing(self._counted(exchange)) as pieces:
+        async with contextlib.aclosing(self._counted(exchange, deadline)) as pieces:
             if body.stream:
                 return await _send_events(reply, pieces, body.include_usage, send)
             async for piece in pieces:
@@ -301,9 +310,9 @@ class _Answering(Response):
         await _send_json(send, 200, reply.body())
         return None
 
-    async def _counted(self, exchange: Exchange) -> AsyncGenerator[Piece]:
+    async def _counted(self, exchange: Exchange, deadline: float) -> AsyncGenerator[Piece]:
         written = dict.fromkeys(range(len(exchange.requests)), 0)
-        async with contextlib.aclosing(self._service.answers(exchange)) as pieces:
+        async with contextlib.aclosing(self._service.answers(exchange, deadline)) as pieces:
             async for piece in pieces:
                 written[piece.index] += len(piece.tokens)
                 self._metrics.tokens(len(piece.tokens))
@@ -361,7 +370,7 @@ async def _send_events(
 
 
 async def _send_event(send: Send, event: dict[str, Any]) -> None:
-    await _send_text(send, f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n", more=True)
+    await _send_text(send, f"data: {json.dumps(event, separators=(',', ':'))}\n\n", more=True)
 
 
 async def _send_text(send: Send, text: str, more: bool) -> None:

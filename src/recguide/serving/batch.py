@@ -96,7 +96,8 @@ def read_done(file: Path) -> set[str]:
         done = set()
         for number, line in enumerate(content[:whole].splitlines(), start=1):
             try:
-                name = json.loads(line)["custom_id"]
+                answer = json.loads(line)
+                name, _ = answer["custom_id"], answer["response"]
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(f"{file}, line {number} is not an answer of a batch. Give another output.") from error
             done.add(name)

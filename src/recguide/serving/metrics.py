@@ -42,7 +42,7 @@ class ServerMetrics:
         self._tpot = histogram(
             "vllm:request_time_per_output_token_seconds", "Between an answer's tokens, in its mean.", _SECONDS_A_TOKEN
         )
-        self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of answered requests.")
+        self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of requests that were taken on.")
         self._generated = counter("vllm:generation_tokens", "Tokens written.")
         self._preempted = counter("vllm:num_preemptions", "Times an answer lost its KV pages to others.")
         self._success = Counter(

@@ -6,6 +6,7 @@ nothing (`_NEUTRAL`).
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
@@ -16,6 +17,8 @@ MOST_CHOICES = 128
 """`n`, as of OpenAI."""
 MOST_PROMPTS = 1024
 MOST_STOPS = 16
+MOST_SCHEMA = 65536
+"""Characters of a JSON schema; to compile one takes its time."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
@@ -48,7 +51,7 @@ class NotHonoured(ValueError):
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(_Body):
@@ -89,6 +92,8 @@ class ResponseFormat(_Body):
     def _check(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema goes with the type json_schema, and that with it.")
+        if self.json_schema is not None and (size := len(json.dumps(self.json_schema.schema_))) > MOST_SCHEMA:
+            raise ValueError(f"The schema has {size} characters; up to {MOST_SCHEMA} are compiled.")
         return self
 
     @property
@@ -115,11 +120,13 @@ class _Common(_Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]+$")], Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        dict[Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")], Annotated[float, Field(ge=-100, le=100)]] | None
+    ) = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
-    user: str | None = None
+    user: Annotated[str, Field(max_length=128)] | None = None
     recguide: Speculation | None = None
 
     @model_validator(mode="before")
@@ -226,7 +233,7 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-TokenIds = Annotated[list[int], Field(min_length=1)]
+TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
 """A prompt in tokens."""
 
 
@@ -236,8 +243,8 @@ class CompletionRequest(_Common):
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
     )
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
 

@@ -140,7 +140,8 @@ class Reply:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        # Part of a character has no text, and its bytes are the tokenizer's own business.
+        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
     def _by_text(self, known: TokenLogprobs) -> dict[str, float] | None:
         # Tokens may share a text, such as parts of characters: then the likeliest of them stands for all.

@@ -18,6 +18,8 @@ GONE = 499
 """Status of a request whose client had gone before it was answered; nginx's number."""
 
 QUIET = frozenset({"/health", "/metrics"})
+LONGEST_PATH = 200
+"""Characters of a path that are written down."""
 _SAFE_ID = re.compile(r"[\w.-]{1,64}")
 
 
@@ -50,7 +52,11 @@ class RequestLog:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         given = headers.get("x-request-id", "")
         request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
-        record: dict[str, Any] = {"request_id": request_id, "method": scope["method"], "path": scope["path"]}
+        record: dict[str, Any] = {
+            "request_id": request_id,
+            "method": scope["method"],
+            "path": scope["path"][:LONGEST_PATH],
+        }
         scope.setdefault("state", {})["record"] = record
         began, status = time.perf_counter(), GONE
 
@@ -64,6 +70,9 @@ class RequestLog:
         with self._span(scope["method"], scope["path"], headers) as tell:
             try:
                 await self._app(scope, receive, send_and_note)
+            except Exception:
+                status = 500 if status == GONE else status
+                raise
             finally:
                 if record.pop("is_gone", False):
                     status = GONE
@@ -104,7 +113,12 @@ def opentelemetry_span(
     @contextlib.contextmanager
     def span(method: str, path: str, headers: dict[str, str]) -> Iterator[Callable[[dict[str, Any]], None]]:
         with tracer.start_as_current_span(
-            f"{method} {path}", context=propagate.extract(headers), kind=trace.SpanKind.SERVER
+            f"{method} {path[:LONGEST_PATH]}",
+            context=propagate.extract(headers),
+            kind=trace.SpanKind.SERVER,
+            # Its message may repeat what was sent.
+            record_exception=False,
+            set_status_on_exception=False,
         ) as current:
 
             def tell(record: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -62,14 +63,24 @@ class ServerConfig:
     traces: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_waiting", "max_body_bytes"):
-            if getattr(self, name) < (name == "max_body_bytes"):
-                raise ConfigError(f"{name} must be 0 or more; got {getattr(self, name)!r}.")
+        if self.max_waiting < 0:
+            raise ConfigError(f"max_waiting must be 0 or more; got {self.max_waiting!r}.")
+        if self.max_body_bytes < 1:
+            raise ConfigError(f"max_body_bytes must be 1 or more; got {self.max_body_bytes!r}.")
         for name in ("request_seconds", "drain_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0; got {getattr(self, name)!r}.")
         if self.api_key is not None and len(self.api_key) < 16:
             raise ConfigError("The API key must have 16 characters or more; a short one can be guessed.")
+        if self.api_key is None and not self.is_local:
+            raise ConfigError(
+                f"host={self.host} lets others in, so requests must have a key: set RECGUIDE_API_KEY, or give --api-key-file."
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        return self.host in LOOPBACK or self.host.startswith("127.")
 
 
 def sampling_of(model: Any) -> dict[str, Any]:
@@ -115,8 +126,8 @@ def build(local: LocalEngine, config: ServerConfig) -> FastAPI:
     """
     engine, model = local.engine, local.engine.model
     limits = Limits(config.engine.max_requests, config.max_waiting, config.request_seconds, context_of(model, engine))
-    service = Service(config.name, local.tokenizer, local, limits, sampling_of(model), config.speculation)
-    service.config_of(None)
+    service = Service(config.name, local.tokenizer, local, limits, sampling_of(model), config.speculation, engine.check)
+    engine.check(config.speculation)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -144,9 +155,8 @@ def application(
         config (`ServerConfig`): its access and traces.
         lifespan (callable, *optional*): what goes on around the serving.
     """
-    is_local = config.host in LOOPBACK or config.host.startswith("127.")
     # Without a key, a page in the user's browser could reach the server under a name of its own that points here.
-    hosts = (*LOOPBACK, "[::1]", config.host) if is_local and config.api_key is None else None
+    hosts = (*LOOPBACK, "[::1]", config.host) if config.api_key is None else None
     access = Access(config.api_key, hosts, config.max_body_bytes, config.log_prompts)
     return create_app(service, metrics, access, _tracer_span() if config.traces else no_span, lifespan)
 
@@ -203,8 +213,6 @@ def serve(model: Any, tokenizer: Any, config: ServerConfig) -> None:
         model, tokenizer: an attached model and its tokenizer.
         config (`ServerConfig`): sizes, limits and access.
     """
-    if config.api_key is None and not (config.host in LOOPBACK or config.host.startswith("127.")):
-        logger.warning("Listening on %s without an API key: whoever reaches it may use it.", config.host)
     local = local_engine(model, tokenizer, config.engine)
     if not local.engine.leads:
         # The rank that has the requests ends them, and then this one.
@@ -220,6 +228,6 @@ def serve(model: Any, tokenizer: Any, config: ServerConfig) -> None:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=int(config.drain_seconds),
+        timeout_graceful_shutdown=math.ceil(config.drain_seconds),
     )
     _Server(settings, app.state.service, config.host).run()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,7 +129,8 @@ class Service:
         source (`TokenSource`): decodes.
         limits (`Limits`): what is taken on.
         sampling (`dict`): temperature, top_p, top_k and min_p of requests that name none.
-        speculation (`RecGuideConfig`): of requests that name none; may be changed at any time.
+        speculation (`RecGuideConfig`): of requests that name none; see [`set_speculation`].
+        check (callable, *optional*): raises where the model cannot be decoded by a config, or its tables are missing.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class Service:
         limits: Limits,
         sampling: dict[str, Any],
         speculation: RecGuideConfig,
+        check: Callable[[RecGuideConfig], None] = lambda config: None,
     ) -> None:
         self.name, self.tokenizer, self.limits = name, tokenizer, limits
         self.speculation = speculation
@@ -146,7 +149,7 @@ class Service:
         """Answers taken on and not yet ended."""
         self.is_draining = False
         self.created = int(time.time())
-        self._source, self._sampling = source, sampling
+        self._source, self._sampling, self._check = source, sampling, check
         self._usual_seconds = 1.0
 
     # --- from bodies to tokens ---
@@ -177,14 +180,21 @@ class Service:
 
     def config_of(self, asked: Speculation | None) -> RecGuideConfig:
         """The server's speculation with a request's changes; another strategy starts from its own defaults."""
-        changes = {} if asked is None else asked.options()
-        strategy = changes.get("strategy", self.speculation.strategy)
-        kept = (
-            dict(vars(self.speculation))
-            if strategy == self.speculation.strategy
-            else {"tables": self.speculation.tables}
-        )
+        changes, usual = {} if asked is None else asked.options(), self.speculation
+        strategy = changes.get("strategy", usual.strategy)
+        kept = dict(vars(usual)) if strategy == usual.strategy else {"tables": usual.tables}
         return resolve_config(strategy, kept | changes)
+
+    def set_speculation(self, wanted: Speculation) -> None:
+        """
+        Change the speculation of requests that name none, from now on.
+
+        Raises:
+            RecGuideError: it is no such speculation, or not one for this model.
+        """
+        config = self.config_of(wanted)
+        self._check(config)
+        self.speculation = config
 
     def _prompts(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
         if isinstance(body, ChatRequest):
@@ -195,9 +205,17 @@ class Service:
         if self.tokenizer.chat_template is None:
             raise InputError(f"{self.name} has no chat template. Use /v1/completions.")
         messages = [message.plain for message in body.messages]
+        variables = body.chat_template_kwargs or {}
+        # Arguments of the method are not the template's: they would replace it, or cut everybody's prompts.
+        if reserved := sorted(
+            variables.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys()
+        ):
+            raise InputError(
+                f"chat_template_kwargs cannot set {', '.join(reserved)}; it is for the template's own variables."
+            )
         try:
-            ids: list[int] = conversation_ids(self.tokenizer, messages, **(body.chat_template_kwargs or {}))[0].tolist()
-        except (TemplateError, TypeError) as error:
+            ids: list[int] = conversation_ids(self.tokenizer, messages, **variables)[0].tolist()
+        except (TemplateError, TypeError, ValueError) as error:
             raise InputError(f"The model's chat template does not take these messages: {error}") from error
         return ids
 
@@ -221,7 +239,10 @@ class Service:
                 f"and {wanted} are asked for. Ask for fewer.",
                 "max_tokens",
             )
-        return left if wanted is None else wanted
+        most = left if wanted is None else wanted
+        if (body.min_tokens or 0) > most:
+            raise InputError(f"min_tokens={body.min_tokens}, but the answer may have {most} at the most.")
+        return most
 
     def _options(self, body: ChatRequest | CompletionRequest, config: RecGuideConfig) -> dict[str, Any]:
         options: dict[str, Any] = {
@@ -273,15 +294,19 @@ class Service:
         began = time.perf_counter()
         try:
             yield
+            self._usual_seconds += 0.1 * (time.perf_counter() - began - self._usual_seconds)
         finally:
             self.under_way -= answers
-            self._usual_seconds += 0.1 * (time.perf_counter() - began - self._usual_seconds)
 
     # --- from tokens to text ---
 
-    async def answers(self, exchange: Exchange) -> AsyncGenerator[Piece]:
+    async def answers(self, exchange: Exchange, deadline: float) -> AsyncGenerator[Piece]:
         """
         The pieces of all answers as they come. Leaving the iteration ends them.
+
+        Args:
+            exchange (`Exchange`): the request.
+            deadline (`float`): by the event loop's clock.
 
         Raises:
             RecGuideError: it cannot be decoded so.
@@ -293,7 +318,6 @@ class Service:
             for index, request in enumerate(exchange.requests)
         ]
         open_answers = len(tasks)
-        deadline = asyncio.get_running_loop().time() + self.limits.seconds
         try:
             while open_answers:
                 async with asyncio.timeout_at(deadline):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -74,6 +75,10 @@ class TokenSource(Protocol):
         ...
 
 
+SUBMITTERS = 2
+"""Threads that prepare requests for an engine."""
+
+
 class LocalEngine:
     """
     An engine in this process.
@@ -87,15 +92,16 @@ class LocalEngine:
     def __init__(self, engine: Engine, observer: EngineObserver, tokenizer: Any) -> None:
         self.engine, self.observer = engine, observer
         self.tokenizer = tokenizer
+        self._threads = ThreadPoolExecutor(SUBMITTERS, "recguide-submit")
 
     async def decode(self, request: TokenRequest) -> AsyncGenerator[Round | End]:
         """As of [`TokenSource`]."""
         # In a thread, since a grammar may take long to compile, and nobody's stream must stand still meanwhile.
-        submission = asyncio.ensure_future(asyncio.to_thread(self._submit, request))
+        submission = self._threads.submit(self._submit, request, time.perf_counter())
         try:
-            handle, figures = await asyncio.shield(submission)
+            handle, figures = await asyncio.wrap_future(submission)
         except asyncio.CancelledError:
-            # The thread goes on, and what it submits is nobody's.
+            # A thread that has begun goes on, and what it submits is nobody's.
             submission.add_done_callback(self._give_up)
             raise
         given = 0
@@ -112,17 +118,18 @@ class LocalEngine:
         finally:
             self._leave(handle)
 
-    def _submit(self, request: TokenRequest) -> tuple[RequestHandle, Figures]:
+    def _submit(self, request: TokenRequest, at: float) -> tuple[RequestHandle, Figures]:
         rules: dict[str, Any] = {}
         if request.stop:
             rules["stopping_criteria"] = [StopSequences(self.tokenizer, request.stop, len(request.prompt_ids))]
         if request.json_schema is not None:
-            rules["logits_processor"] = [GrammarLogitsProcessor(self.tokenizer, json_schema=request.json_schema)]
-        submitted = time.perf_counter()
+            grammar = GrammarLogitsProcessor(self.tokenizer, json_schema=request.json_schema)
+            grammar.compile(self.engine.model.config.get_text_config().vocab_size)
+            rules["logits_processor"] = [grammar]
         handle = self.engine.add_request(request.prompt_ids, **request.options, **rules)
-        return handle, self.observer.submitted(handle.request_id, submitted)
+        return handle, self.observer.submitted(handle.request_id, at)
 
-    def _give_up(self, submission: asyncio.Future[tuple[RequestHandle, Figures]]) -> None:
+    def _give_up(self, submission: Future[tuple[RequestHandle, Figures]]) -> None:
         if not submission.cancelled() and submission.exception() is None:
             self._leave(submission.result()[0])
 
