@@ -217,6 +217,6 @@ def test_an_output_of_another_input_is_refused(tmp_path: Path) -> None:
     from recguide.serving.ray_batch import run
 
     source = write(tmp_path / "in.jsonl", [line("a", CHAT, chat("x"))])
-    target = write(tmp_path / "out.jsonl", ['{"custom_id": "z"}'])
+    target = write(tmp_path / "out.jsonl", ['{"custom_id": "z", "response": null}'])
     with pytest.raises(InputError, match="'z'"):
         next(run(source, target, Settings(), 1))
