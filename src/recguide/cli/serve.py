@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from ..config import STRATEGIES
-from ..engine import EngineConfig
 from ..engine.scheduler import SCHEDULERS
 from ..errors import ConfigError, MissingDependencyError
-from ..hf_strategy import resolve_config
-from ..loading import TINY, load
+from ..loading import TINY
 from .mistakes import readable_errors
 from .options import BackendOption, CompileOption, DeviceOption, DtypeOption, GraphsOption, ThreadsOption
 
@@ -76,11 +74,10 @@ def serve(
         except ImportError as error:
             raise MissingDependencyError('Serving needs more packages: pip install "recguide[serve]".') from error
         from ..serving import server
+        from ..serving.settings import Settings
 
         logging.basicConfig(stream=sys.stderr, format="%(message)s")
         logging.getLogger("recguide").setLevel(logging.INFO)
-        options = {"block_size": block_size, "policy": policy, "tables": tables}
-        speculation = resolve_config(strategy, {name: value for name, value in options.items() if value is not None})
         api_key = os.environ.get("RECGUIDE_API_KEY", "").strip() or None
         if api_key_file is not None:
             if api_key is not None:
@@ -89,29 +86,32 @@ def serve(
             if not lines:
                 raise ConfigError(f"{api_key_file} is empty; expected the API key in its first line.")
             api_key = lines[0].strip()
-        config = server.ServerConfig(
-            name=served_model_name or model,
+        settings = Settings(
+            model=model,
+            served_model_name=served_model_name,
             host=host,
-            port=port,
-            engine=EngineConfig(
-                attention_backend=attention_backend,
-                compile=compiled,
-                cuda_graphs=cuda_graphs,
-                max_requests=max_requests,
-                kv_bytes=kv_mib * 2**20,
-                prefix_sharing=prefix_sharing,
-                prefill_chunk=prefill_chunk,
-                scheduler=scheduler,
-            ),
-            speculation=speculation,
+            strategy=strategy,
+            block_size=block_size,
+            policy=policy,
+            tables=tables,
+            max_requests=max_requests,
             max_waiting=max_waiting,
+            kv_mib=kv_mib,
+            prefix_sharing=prefix_sharing,
+            prefill_chunk=prefill_chunk,
+            scheduler=scheduler,
             request_seconds=request_seconds,
             drain_seconds=drain_seconds,
-            api_key=api_key,
             max_body_bytes=max_body_bytes,
             log_prompts=log_prompts,
             traces=traces,
+            dtype=dtype,
+            device=device,
+            attention_backend=attention_backend,
+            compile=compiled,
+            cuda_graphs=cuda_graphs,
+            threads=threads,
+            trust_remote_code=trust_remote_code,
         )
-        if threads:
-            torch.set_num_threads(threads)
-        server.serve(*load(model, dtype, device, trust_remote_code, tensor_parallel), config)
+        config = replace(settings.server_config(api_key), port=port)
+        server.serve(*settings.load(tensor_parallel), config)

@@ -1,4 +1,4 @@
-"""How engines on machines of Ray's are loaded and served: plain values, by the names of `recguide serve`."""
+"""How engines are loaded and served, here and on machines of Ray's: plain values, by the names of `recguide serve`."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ class Settings(BaseModel):
             traces=self.traces,
         )
 
-    def load(self) -> tuple[Any, Any]:
-        """The model and its tokenizer, in the process that uses them."""
+    def load(self, tensor_parallel: bool = False) -> tuple[Any, Any]:
+        """The model and its tokenizer, in the process that uses them; see [`~loading.load`]."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        return load(self.model, self.dtype, self.device, self.trust_remote_code)
+        return load(self.model, self.dtype, self.device, self.trust_remote_code, tensor_parallel)
 
     def actor_options(self) -> dict[str, float]:
         """What Ray reserves for one engine."""
