@@ -102,7 +102,6 @@ class Exchange:
     """
 
     requests: list[TokenRequest]
-    stop: tuple[str, ...]
     strategy: str
     prompt_tokens: int
     seed: int | None
@@ -176,7 +175,7 @@ class Service:
             if seed is not None:
                 own["seed"] = row_seed(seed, row)
             requests.append(TokenRequest(ids, options | own, body.stops, body.wanted_schema))
-        return Exchange(requests, body.stops, config.strategy, sum(map(len, prompts)), seed)
+        return Exchange(requests, config.strategy, sum(map(len, prompts)), seed)
 
     def config_of(self, asked: Speculation | None) -> RecGuideConfig:
         """The server's speculation with a request's changes; another strategy starts from its own defaults."""
@@ -334,7 +333,7 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, index: int, request: TokenRequest, exchange: Exchange, pieces: asyncio.Queue[Any]) -> None:
-        text = VisibleText(self.tokenizer, exchange.stop)
+        text = VisibleText(self.tokenizer, request.stop)
         try:
             async with contextlib.aclosing(self._source.decode(request)) as rounds:
                 async for item in rounds:
